@@ -1,0 +1,139 @@
+"""The Engine contract, refusals, and the registry: one ordered list, the reference last.
+
+An engine is one algorithm on one kind of device. It is stateless, and its file answers in this order: docstring
+(idea, formula, when it wins and loses), ``name``, :meth:`~Engine.refusals`, :meth:`~Engine.traits`,
+:meth:`~Engine.workspace_bytes`, :meth:`~Engine.knobs`, :meth:`~Engine.cost`, :meth:`~Engine.build`.
+
+Adding an engine is one file and one line in :data:`ENGINES`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, ClassVar
+
+from .device import Device
+from .problem import Problem
+
+__all__ = ["ENGINES", "Engine", "Knobs", "Runner", "Traits", "UnsupportedProblem", "engine_named", "engines"]
+
+ENGINES = (
+    "openconv.cpu.filter2d:Filter2d",
+    "openconv.cpu.depthwise:Depthwise",
+    "openconv.cpu.gemm_1x1:Gemm1x1",
+    "openconv.cpu.im2col_gemm:Im2colGemm",
+    "openconv.cpu.naive:Naive",
+)
+"""Every engine as ``module:class``, imported at the first choice. Ties in predicted cost go to the earlier one; the
+last of each device accepts every problem and needs no workspace."""
+
+Runner = Callable[..., None]
+"""What an engine builds: ``run(a, b, out, workspace, bias)``.
+
+``a`` and ``b`` are the two inputs of the pass (fprop: x, w; dgrad: dy, w; wgrad: x, dy), ``out`` the tensor to fill,
+all in the layouts and dtypes of the problem that was built; ``workspace`` is a byte tensor of ``workspace_bytes`` or
+None; ``bias`` is a vector over the result's channels or None, and is given to engines that set ``takes_bias`` only.
+"""
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Tunable constants of an engine; engines subclass this with fields of their own."""
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in vars(self).items()) or "-"
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What can be relied on.
+
+    ``error_bound`` bounds the distance to float64 as a share of sum(|x|*|w|), the size of the terms added up.
+    ``plain_sum`` says that each result is the sum of its products in some order, which Winograd and FFT give up.
+    ``batch_invariant`` says that the bits of one image's result do not depend on the batch it is in.
+    """
+
+    accumulator: str
+    error_bound: float
+    deterministic: bool = True
+    batch_invariant: bool = True
+    plain_sum: bool = True
+
+
+class Engine(ABC):
+    """One algorithm on one kind of device."""
+
+    name: ClassVar[str]
+    """Permanent key such as ``cpu.depthwise``; never reused for something else."""
+    device: ClassVar[str] = "cpu"
+    """The kind of device it runs on."""
+    takes_bias: ClassVar[bool] = False
+    """Whether the runner adds a per-channel bias itself."""
+
+    @abstractmethod
+    def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
+        """One sentence for each unmet need, with the value seen; nothing if the problem is accepted."""
+
+    @abstractmethod
+    def traits(self, problem: Problem, knobs: Any) -> Traits:
+        """What can be relied on when these knobs run this problem."""
+
+    def workspace_bytes(self, problem: Problem, device: Device, knobs: Any) -> int:
+        """Scratch memory of one call, beyond inputs and result."""
+        return 0
+
+    def knobs(self, problem: Problem, device: Device) -> Iterable[Any]:
+        """The default first, then the search space."""
+        return (Knobs(),)
+
+    @abstractmethod
+    def cost(self, problem: Problem, device: Device, knobs: Any) -> float:
+        """Predicted seconds."""
+
+    @abstractmethod
+    def build(self, problem: Problem, device: Device, knobs: Any) -> Runner:
+        """Compile for this problem; the runner may be called from several threads at once."""
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the engine's docstring."""
+        return (inspect.getdoc(type(self)) or "").split("\n\n")[0].replace("\n", " ")
+
+    @property
+    def source(self) -> str:
+        """The file to read."""
+        return inspect.getsourcefile(type(self)) or "?"
+
+
+class UnsupportedProblem(RuntimeError):
+    """No engine takes the problem under the given limits; ``refusals`` says why, engine by engine."""
+
+    def __init__(self, problem: Problem, refusals: dict[str, list[str]]) -> None:
+        self.problem, self.refusals = problem, refusals
+        lines = [f"  {name}: {reason}" for name, reasons in refusals.items() for reason in reasons]
+        super().__init__(f"no engine takes '{problem}':\n" + "\n".join(lines))
+
+
+@cache
+def engines() -> tuple[Engine, ...]:
+    """All engines in order of the registry."""
+
+    def load(entry: str) -> Engine:
+        module, _, name = entry.partition(":")
+        made: Engine = getattr(import_module(module), name)()
+        return made
+
+    return tuple(load(entry) for entry in ENGINES)
+
+
+def engine_named(name: str) -> Engine:
+    """The engine with this key; ValueError lists those there are."""
+    for engine in engines():
+        if engine.name == name:
+            return engine
+    raise ValueError(f"there is no engine {name!r}; wanted one of {', '.join(e.name for e in engines())}")

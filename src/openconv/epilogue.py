@@ -1,0 +1,407 @@
+"""Epilogue: the pointwise expression that is fused behind a convolution.
+
+    y = epilogue(acc, per-channel vectors, full tensors, scalars)
+
+An epilogue is a tree. Its leaves are the accumulator ``acc``, constants and named operands; its nodes are the
+operations of :data:`OPS`. The tree is frozen, hashable and printable, so it is part of a
+:class:`~openconv.problem.Problem`; what an operand *contains* is given only when the problem is run.
+
+Three kinds of operand, told apart by their shape at run time:
+
+===========  =========================  =======================================
+kind         text                       shape
+===========  =========================  =======================================
+``channel``  ``c.NAME``                 one value per output channel
+``tensor``   ``t.NAME``                 the shape of the result
+``scalar``   ``s.NAME``                 a single value, known at run time only
+===========  =========================  =======================================
+
+The text form is a chain of steps, each applied to the value so far, which is the first argument of the step:
+``+bias+relu`` or ``+mul(c.scale)+add(t.residual)+leaky_relu(0.1)``. ``bias``, ``scale`` and ``residual`` are short
+for ``add(c.bias)``, ``mul(c.scale)`` and ``add(t.residual)``. A tree that is no chain, because it uses ``acc`` twice
+or keeps it elsewhere than in the first argument, prints as one expression: ``+=mul(acc,sigmoid(acc))``.
+
+This module knows nothing of torch. :mod:`openconv.evaluate` computes an epilogue with torch, as the reference;
+engines render it into code of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+__all__ = [
+    "ACTIVATIONS",
+    "IDENTITY",
+    "OPS",
+    "Acc",
+    "Const",
+    "Epilogue",
+    "Expr",
+    "Node",
+    "Op",
+    "Operand",
+    "acc",
+    "apply",
+    "channel",
+    "scalar",
+    "tensor",
+]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One pointwise operation: how many values it takes, then its constant parameters with their defaults."""
+
+    name: str
+    values: int
+    formula: str
+    params: tuple[float, ...] = ()
+
+
+_OP_LIST = (
+    Op("add", 2, "a + b"),
+    Op("sub", 2, "a - b"),
+    Op("mul", 2, "a * b"),
+    Op("div", 2, "a / b"),
+    Op("max", 2, "max(a, b), NaN if either is"),
+    Op("min", 2, "min(a, b), NaN if either is"),
+    Op("neg", 1, "-a"),
+    Op("abs", 1, "|a|"),
+    Op("exp", 1, "e^a"),
+    Op("relu", 1, "max(a, 0)"),
+    Op("leaky_relu", 1, "a if a > 0 else slope * a", (0.01,)),
+    Op("elu", 1, "a if a > 0 else alpha * (e^a - 1)", (1.0,)),
+    Op("clamp", 1, "min(max(a, low), high)", (-math.inf, math.inf)),
+    Op("sigmoid", 1, "1 / (1 + e^-a)"),
+    Op("tanh", 1, "tanh(a)"),
+    Op("silu", 1, "a * sigmoid(a)"),
+    Op("hardswish", 1, "a * min(max(a + 3, 0), 6) / 6"),
+    Op("gelu", 1, "a / 2 * (1 + erf(a / sqrt(2)))"),
+    Op("gelu_tanh", 1, "a / 2 * (1 + tanh(sqrt(2 / pi) * (a + 0.044715 a^3)))"),
+)
+OPS: dict[str, Op] = {op.name: op for op in _OP_LIST}
+
+ACTIVATIONS = ("relu", "leaky_relu", "elu", "sigmoid", "tanh", "silu", "hardswish", "gelu", "gelu_tanh", "clamp")
+"""The operations that ``activation=`` accepts: one value, with parameters that all have defaults."""
+
+KINDS = {"c": "channel", "t": "tensor", "s": "scalar"}
+_SHORT = {"bias": ("add", "c.bias"), "scale": ("mul", "c.scale"), "residual": ("add", "t.residual")}
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Expr:
+    """A node of the tree. Arithmetic on expressions builds larger ones: ``acc * channel("scale") + 1``."""
+
+    children: ClassVar[tuple[Expr, ...]] = ()
+
+    def __add__(self, other: Expr | float) -> Expr:
+        return apply("add", self, other)
+
+    def __radd__(self, other: float) -> Expr:
+        return apply("add", other, self)
+
+    def __sub__(self, other: Expr | float) -> Expr:
+        return apply("sub", self, other)
+
+    def __rsub__(self, other: float) -> Expr:
+        return apply("sub", other, self)
+
+    def __mul__(self, other: Expr | float) -> Expr:
+        return apply("mul", self, other)
+
+    def __rmul__(self, other: float) -> Expr:
+        return apply("mul", other, self)
+
+    def __truediv__(self, other: Expr | float) -> Expr:
+        return apply("div", self, other)
+
+    def __rtruediv__(self, other: float) -> Expr:
+        return apply("div", other, self)
+
+    def __neg__(self) -> Expr:
+        return apply("neg", self)
+
+    def walk(self) -> Iterator[Expr]:
+        """This node and everything below it, children before parents, left to right."""
+        for child in self.children:
+            yield from child.walk()
+        yield self
+
+
+@dataclass(frozen=True)
+class Acc(Expr):
+    """The convolution's own result, in the accumulator's type."""
+
+    def __str__(self) -> str:
+        return "acc"
+
+
+@dataclass(frozen=True)
+class Const(Expr):
+    """A number known when the kernel is compiled."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", float(self.value))
+        if math.isnan(self.value):
+            raise ValueError("an epilogue constant is NaN; wanted a number or an infinity")
+
+    def __str__(self) -> str:
+        return repr(int(self.value)) if self.value.is_integer() and abs(self.value) < 2**53 else repr(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Const) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+@dataclass(frozen=True)
+class Operand(Expr):
+    """A value handed over at run time: ``kind`` is ``channel``, ``tensor`` or ``scalar``."""
+
+    kind: str
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS.values():
+            raise ValueError(f"operand kind is {self.kind!r}; wanted one of {', '.join(KINDS.values())}")
+        if not _NAME.fullmatch(self.name) or self.name == "acc":
+            raise ValueError(f"operand name is {self.name!r}; wanted an identifier other than 'acc'")
+
+    def __str__(self) -> str:
+        return f"{self.kind[0]}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Node(Expr):
+    """An operation applied to expressions; its constant parameters stand behind its values."""
+
+    op: str
+    args: tuple[Expr, ...]
+    params: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        spec = OPS.get(self.op)
+        if spec is None:
+            raise ValueError(f"unknown epilogue operation {self.op!r}; wanted one of {', '.join(OPS)}")
+        if len(self.args) != spec.values:
+            raise ValueError(f"{self.op} takes {spec.values} value(s), got {len(self.args)}")
+        if len(self.params) > len(spec.params):
+            raise ValueError(f"{self.op} takes {len(spec.params)} parameter(s), got {len(self.params)}")
+        full = tuple(float(p) for p in self.params) + spec.params[len(self.params) :]
+        object.__setattr__(self, "params", full)
+
+    @property
+    def children(self) -> tuple[Expr, ...]:  # type: ignore[override]
+        return self.args
+
+    def __str__(self) -> str:
+        return f"{self.op}({','.join([str(a) for a in self.args] + self.param_texts())})"
+
+    def param_texts(self) -> list[str]:
+        """The parameters as text, without those that end the list at their default."""
+        spec, texts = OPS[self.op], [str(Const(p)) for p in self.params]
+        while texts and texts[-1] == str(Const(spec.params[len(texts) - 1])):
+            texts.pop()
+        return texts
+
+
+acc = Acc()
+
+
+def channel(name: str) -> Operand:
+    """A vector with one value per output channel."""
+    return Operand("channel", name)
+
+
+def tensor(name: str) -> Operand:
+    """A tensor of the result's shape."""
+    return Operand("tensor", name)
+
+
+def scalar(name: str) -> Operand:
+    """One value that is known at run time only."""
+    return Operand("scalar", name)
+
+
+def apply(op: str, *args: Expr | float, params: tuple[float, ...] = ()) -> Node:
+    """``op`` applied to expressions; plain numbers become constants."""
+    return Node(op, tuple(a if isinstance(a, Expr) else Const(a) for a in args), params)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """A pointwise tree over the accumulator. ``Epilogue()`` is the identity; methods chain further steps onto it.
+
+    >>> str(Epilogue().bias().relu())
+    '+bias+relu'
+    >>> Epilogue.parse('+mul(c.scale)+clamp(0,6)') == Epilogue(apply('clamp', acc * channel('scale'), params=(0, 6)))
+    True
+    """
+
+    expr: Expr = acc
+
+    def __post_init__(self) -> None:
+        kinds: dict[str, str] = {}
+        for node in self.expr.walk():
+            if isinstance(node, Operand) and kinds.setdefault(node.name, node.kind) != node.kind:
+                raise ValueError(f"operand {node.name!r} is used as {kinds[node.name]} and as {node.kind}")
+
+    @cached_property
+    def operands(self) -> tuple[Operand, ...]:
+        """The operands in order of first use: the order in which values are handed over at run time."""
+        return tuple(dict.fromkeys(n for n in self.expr.walk() if isinstance(n, Operand)))
+
+    @property
+    def is_identity(self) -> bool:
+        """True if the result is the accumulator itself."""
+        return isinstance(self.expr, Acc)
+
+    @cached_property
+    def flops(self) -> int:
+        """Operations per element, one for each node of the tree."""
+        return sum(isinstance(n, Node) for n in self.expr.walk())
+
+    def then(self, op: str, *args: Expr | float, params: tuple[float, ...] = ()) -> Epilogue:
+        """This epilogue with ``op`` applied to its result, which is the first argument."""
+        return Epilogue(apply(op, self.expr, *args, params=params))
+
+    def bias(self, name: str = "bias") -> Epilogue:
+        """Add a per-channel vector."""
+        return self.then("add", channel(name))
+
+    def scale(self, name: str = "scale") -> Epilogue:
+        """Multiply by a per-channel vector."""
+        return self.then("mul", channel(name))
+
+    def residual(self, name: str = "residual") -> Epilogue:
+        """Add a tensor of the result's shape."""
+        return self.then("add", tensor(name))
+
+    def add(self, other: Expr | float) -> Epilogue:
+        """Add an expression or a number."""
+        return self.then("add", other)
+
+    def mul(self, other: Expr | float) -> Epilogue:
+        """Multiply by an expression or a number."""
+        return self.then("mul", other)
+
+    def relu(self) -> Epilogue:
+        """max(a, 0)."""
+        return self.then("relu")
+
+    def clamp(self, low: float = -math.inf, high: float = math.inf) -> Epilogue:
+        """Limit to [low, high]; ``clamp(0, 6)`` is ReLU6."""
+        return self.then("clamp", params=(low, high))
+
+    def activation(self, text: str) -> Epilogue:
+        """Apply an activation given by name, with parameters where it has some: ``"leaky_relu(0.2)"``."""
+        steps = _Parser(f"+{text}").chain(acc)
+        if not isinstance(steps, Node) or steps.op not in ACTIVATIONS or not isinstance(steps.args[0], Acc):
+            raise ValueError(f"activation is {text!r}; wanted one of {', '.join(ACTIVATIONS)}")
+        return self.then(steps.op, params=steps.params)
+
+    def __str__(self) -> str:
+        """The text form: empty for the identity."""
+        steps: list[str] = []
+        node = self.expr
+        while isinstance(node, Node):
+            rest = node.args[1:]
+            if any(isinstance(leaf, Acc) for arg in rest for leaf in arg.walk()):
+                return f"+={self.expr}"
+            texts = [str(a) for a in rest] + node.param_texts()
+            short = next((s for s, (op, arg) in _SHORT.items() if [op, arg] == [node.op, *texts]), None)
+            steps.append(short or (f"{node.op}({','.join(texts)})" if texts else node.op))
+            node = node.args[0]
+        if not isinstance(node, Acc):
+            return f"+={self.expr}"
+        return "".join(f"+{step}" for step in reversed(steps))
+
+    @classmethod
+    def parse(cls, text: str) -> Epilogue:
+        """The epilogue that :meth:`__str__` prints as ``text``; ValueError says where the text goes wrong."""
+        if not text:
+            return IDENTITY
+        parser = _Parser(text)
+        return cls(parser.whole() if text.startswith("+=") else parser.chain(acc))
+
+
+class _Parser:
+    """Recursive descent over the text form of an epilogue."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+
+    def fail(self, wanted: str) -> ValueError:
+        return ValueError(f"epilogue {self.text!r}: wanted {wanted} at position {self.at}, got {self.text[self.at :]!r}")
+
+    def take(self, pattern: str) -> str | None:
+        match = re.compile(pattern).match(self.text, self.at)
+        if match:
+            self.at = match.end()
+        return match.group() if match else None
+
+    def whole(self) -> Expr:
+        self.take(r"\+=")
+        expr = self.expression()
+        if self.at != len(self.text):
+            raise self.fail("the end")
+        return expr
+
+    def chain(self, value: Expr) -> Expr:
+        while self.at < len(self.text):
+            if not self.take(r"\+"):
+                raise self.fail("'+'")
+            name = self.take(_NAME.pattern)
+            if name is None:
+                raise self.fail("an operation")
+            if name in _SHORT:
+                name, operand = _SHORT[name]
+                value = apply(name, value, _Parser(operand).expression())
+            else:
+                value = self.node(name, [value])
+        return value
+
+    def expression(self) -> Expr:
+        number = self.take(r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|inf)")
+        if number is not None:
+            return Const(float(number))
+        name = self.take(_NAME.pattern)
+        if name is None:
+            raise self.fail("a number, an operand or an operation")
+        if name == "acc":
+            return acc
+        if name in KINDS and self.take(r"\."):
+            operand = self.take(_NAME.pattern)
+            if operand is None:
+                raise self.fail("an operand's name")
+            return Operand(KINDS[name], operand)
+        return self.node(name, [])
+
+    def node(self, name: str, values: list[Expr]) -> Node:
+        if name not in OPS:
+            self.at -= len(name)
+            raise self.fail(f"one of {', '.join(OPS)}")
+        args = list(values)
+        if self.take(r"\("):
+            while not self.take(r"\)"):
+                if len(args) > len(values) and not self.take(","):
+                    raise self.fail("',' or ')'")
+                args.append(self.expression())
+        count = OPS[name].values
+        params: list[float] = []
+        for param in args[count:]:
+            if not isinstance(param, Const):
+                raise ValueError(f"epilogue {self.text!r}: parameter {param} of {name} is no number")
+            params.append(param.value)
+        return Node(name, tuple(args[:count]), tuple(params))
+
+
+IDENTITY = Epilogue()

@@ -1,0 +1,230 @@
+"""Plan: one compiled choice. It lowers a problem to what engines compute, runs it, and can say what it does.
+
+Lowering, each rule visible in ``steps``:
+
+- f16 and bf16 are computed in f32 on the CPU, from casts of the inputs to a cast of the result;
+- complex problems become four real ones: (a + ib)(c + id) = (ac - bd) + i(ad + bc);
+- inputs whose memory is in neither layout are copied into one;
+- an epilogue is evaluated by torch behind the engine, except for a leading bias where the engine adds it itself;
+- a problem with an empty tensor needs no engine: its sums are zeros.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cpu.device import cpu_device
+from .device import Device
+from .engine import Runner
+from .epilogue import IDENTITY, Acc, Epilogue, Expr, Node, Operand
+from .evaluate import evaluate, evaluate_
+from .problem import Problem
+from .select import Candidate, Policy, choose
+from .tensors import DTYPES, empty, to_layout
+
+__all__ = ["Plan", "compute_dtype", "device_of", "lower", "make_plan", "plan_for"]
+
+_COMPUTE = {"f16": "f32", "bf16": "f32", "complex32": "f32", "complex64": "f32", "complex128": "f64"}
+_HUGE = 32 << 20  # bytes from which page faults on a fresh result cost more than the advice to use huge pages
+
+
+def device_of(device: torch.device) -> Device:
+    """The Device that stands for a torch device, with the threads torch uses now."""
+    if device.type == "cpu":
+        return cpu_device(torch.get_num_threads())
+    return Device(kind=device.type, name=str(device))
+
+
+def compute_dtype(name: str) -> str:
+    """The real dtype in which a CPU engine computes tensors of this dtype."""
+    return _COMPUTE.get(name, name)
+
+
+def lower(problem: Problem, device: Device) -> Problem:
+    """The real problem that an engine sees: computing dtypes, one layout for images, and at most a bias behind it."""
+    if device.kind != "cpu":
+        return problem
+    x, w, y = (compute_dtype(name) for name in problem.dtypes)
+    images = "nhwc" if problem.rank > 1 and problem.layouts[2 if problem.direction != "dgrad" else 0] == "nhwc" else "nchw"
+    if problem.direction == "wgrad":
+        images = problem.layouts[0] if problem.rank > 1 else "nchw"
+    filters = problem.layouts[1] if problem.rank > 1 else "nchw"
+    bias, _ = split_bias(problem.epilogue)
+    complex_ = problem.dtypes[0].startswith("complex")
+    kept = IDENTITY if bias is None or complex_ else Epilogue().bias(bias)
+    return problem.with_(dtypes=(x, w, y), layouts=(images, filters, images), epilogue=kept)
+
+
+def split_bias(epilogue: Epilogue) -> tuple[str | None, Epilogue]:
+    """The operand of a per-channel bias that comes before everything else, and the epilogue that remains."""
+    uses = sum(isinstance(node, Acc) for node in epilogue.expr.walk())
+    names: list[str] = []
+
+    def strip(node: Expr) -> Expr:
+        if not isinstance(node, Node):
+            return node
+        if node.op == "add" and isinstance(node.args[0], Acc):
+            other = node.args[1]
+            if isinstance(other, Operand) and other.kind == "channel":
+                names.append(other.name)
+                return node.args[0]
+        return Node(node.op, tuple(strip(arg) for arg in node.args), node.params)
+
+    rest = strip(epilogue.expr) if uses == 1 else epilogue.expr
+    return (names[0], Epilogue(rest)) if names else (None, epilogue)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A problem, the candidate chosen for it, and the compiled call: ``plan(a, b, operands)``.
+
+    ``a`` and ``b`` are the two inputs of the pass; ``operands`` holds the epilogue's operands in its own order.
+    ``candidate`` is None where there is nothing to multiply.
+    """
+
+    problem: Problem
+    core: Problem
+    device: Device
+    policy: Policy
+    candidate: Candidate | None
+    steps: tuple[str, ...]
+    call: Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
+
+    def __call__(self, a: Tensor, b: Tensor, operands: Sequence[Tensor] = ()) -> Tensor:
+        return self.call(a, b, operands)
+
+
+def make_plan(problem: Problem, device: Device, policy: Policy) -> Plan:
+    """Choose, build and wire up. UnsupportedProblem if no engine takes it."""
+    core = lower(problem, device)
+    if problem.is_empty:
+        return Plan(problem, core, device, policy, None, ("no products: fill with zeros",), _empty_call(problem))
+    candidate = choose(core, device, policy)
+    engine = candidate.engine
+    runner = engine.build(core, device, candidate.knobs)
+    complex_ = problem.dtypes[0].startswith("complex")
+    bias, rest = split_bias(problem.epilogue)
+    if bias is None or not engine.takes_bias or complex_:
+        bias, rest = None, problem.epilogue
+    real = _real_call(core, candidate, runner)
+    call = _wire(problem, core, real, bias, rest)
+    steps = tuple(_steps(problem, core, candidate, bias, rest))
+    return Plan(problem, core, device, policy, candidate, steps, call)
+
+
+def _steps(problem: Problem, core: Problem, candidate: Candidate, bias: str | None, rest: Epilogue) -> list[str]:
+    """What happens in a call, in order, one phrase each."""
+    names = ("x", "w", "y")
+    steps = [
+        f"cast {name} {have} to {want}"
+        for at, (name, have, want) in enumerate(zip(names, problem.dtypes, core.dtypes, strict=True))
+        if at != problem.result and have != want and not have.startswith("complex")
+    ]
+    for at, (name, have, want) in enumerate(zip(names, problem.layouts, core.layouts, strict=True)):
+        if at != problem.result and have != want:
+            steps.append(f"copy {name} from {have} to {want}")
+    times = "four times, on real and imaginary parts, " if problem.dtypes[0].startswith("complex") else ""
+    fused = f" with {bias}" if bias else ""
+    steps.append(f"run {candidate.engine.name} {times}[{candidate.knobs}]{fused}")
+    if not rest.is_identity:
+        steps.append(f"evaluate {rest} with torch")
+    have, want = core.result_dtype, problem.result_dtype
+    if have != want and not want.startswith("complex"):
+        steps.append(f"cast the result {have} to {want}")
+    return steps
+
+
+def _real_call(core: Problem, candidate: Candidate, runner: Runner) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """Allocate the result and the workspace, and run the engine on real tensors in the core's layouts."""
+    shape, layout = core.result_shape, core.layouts[core.result]
+    dtype, workspace_bytes = DTYPES[core.result_dtype], candidate.workspace
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    advise: Callable[[Tensor], object] | None = None
+    if size >= _HUGE:
+        from .cpu.runtime import advise_huge
+
+        advise = advise_huge
+
+    def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        out = empty(shape, dtype, layout, a.device)
+        if advise is not None:
+            advise(out)
+        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=a.device) if workspace_bytes else None
+        runner(a, b, out, workspace, bias)
+        return out
+
+    return run
+
+
+def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Epilogue) -> Any:
+    """The whole call around the engine's: casts, layouts, complex parts, epilogue."""
+    inputs = [at for at in range(3) if at != problem.result]
+    if problem.direction == "dgrad":
+        inputs.reverse()  # dgrad takes (dy, w)
+    (a_dtype, a_layout), (b_dtype, b_layout) = ((DTYPES[core.dtypes[at]], core.layouts[at]) for at in inputs)
+    out_dtype, core_dtype = DTYPES[problem.result_dtype], DTYPES[core.result_dtype]
+    names = [operand.name for operand in problem.epilogue.operands]
+    bias_at = names.index(bias) if bias else -1
+    complex_ = problem.dtypes[0].startswith("complex")
+    plain = rest.is_identity and out_dtype == core_dtype and core.dtypes == problem.dtypes and not complex_
+
+    def simple(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        vector = operands[bias_at].contiguous() if bias_at >= 0 else None
+        out: Tensor = real(to_layout(a, a_layout), to_layout(b, b_layout), vector)
+        return out
+
+    def parts(a: Tensor, dtype: torch.dtype, layout: str) -> list[Tensor]:
+        a = a.resolve_conj()
+        return [to_layout(part.to(dtype), layout) for part in (a.real, a.imag)]
+
+    def general(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        values = dict(zip(names, operands, strict=True))
+        if complex_:
+            (ar, ai), (br, bi) = parts(a, a_dtype, a_layout), parts(b, b_dtype, b_layout)
+            re, im = real(ar, br, None).sub_(real(ai, bi, None)), real(ar, bi, None).add_(real(ai, br, None))
+            values = {name: v.to(torch.complex128 if core_dtype == torch.float64 else torch.complex64)
+                      for name, v in values.items()}  # fmt: skip
+            return evaluate(rest, torch.complex(re, im), values).to(out_dtype)
+        values = {name: value.to(core_dtype) for name, value in values.items()}
+        vector = values[bias].contiguous() if bias else None
+        out = real(to_layout(a.to(a_dtype), a_layout), to_layout(b.to(b_dtype), b_layout), vector)
+        return evaluate_(rest, out, values).to(out_dtype)
+
+    return simple if plain else general
+
+
+def _empty_call(problem: Problem) -> Any:
+    shape, dtype, layout = problem.result_shape, DTYPES[problem.result_dtype], problem.layouts[problem.result]
+    names = [operand.name for operand in problem.epilogue.operands]
+
+    def run(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        out = empty(shape, dtype, layout, a.device).zero_()
+        return evaluate(problem.epilogue, out, dict(zip(names, operands, strict=True))).to(dtype)
+
+    return run
+
+
+_plans: dict[tuple[Problem, Device, Policy], Plan] = {}
+_lock = threading.Lock()
+_MOST = 4096
+
+
+def plan_for(problem: Problem, device: Device, policy: Policy) -> Plan:
+    """The plan from the cache, or a new one. Two threads that ask at once get the same plan; the oldest goes first."""
+    key = (problem, device, policy)
+    plan = _plans.get(key)
+    if plan is None:
+        made = make_plan(problem, device, policy)
+        with _lock:
+            plan = _plans.setdefault(key, made)
+            while len(_plans) > _MOST:
+                _plans.pop(next(iter(_plans)))
+    return plan
