@@ -1,0 +1,96 @@
+"""Results: one JSON line per problem, appended to a list and written atomically, with what they were measured on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..device import Device
+from ..problem import Problem
+
+__all__ = ["Record", "device_slug", "environment", "read", "results_folder", "write"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One problem: what each engine and each peer took, in seconds, and how far each engine was from float64."""
+
+    suite: str
+    label: str
+    problem: str
+    chosen: str
+    seconds: dict[str, dict[str, float]]
+    predicted: dict[str, float]
+    error: dict[str, float]
+    wrong: list[str] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=dict)
+
+    def ratio(self, peer: str, engine: str | None = None) -> float | None:
+        """How many times faster than a peer the chosen engine is, or another."""
+        ours, theirs = self.seconds.get(engine or self.chosen), self.seconds.get(peer)
+        return theirs["median"] / ours["median"] if ours and theirs else None
+
+    @property
+    def engines(self) -> list[str]:
+        """The engines that were timed."""
+        return [name for name in self.seconds if "." in name]
+
+    @property
+    def regret(self) -> float:
+        """Time of the chosen engine over that of the fastest one."""
+        return self.seconds[self.chosen]["median"] / min(self.seconds[e]["median"] for e in self.engines)
+
+    def parsed(self) -> Problem:
+        """The problem."""
+        return Problem.parse(self.problem)
+
+
+def environment(device: Device) -> dict[str, Any]:
+    """What a figure depends on besides the code."""
+    return {
+        "device": device.name,
+        "threads": device.threads,
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "openconv": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def device_slug(device: Device) -> str:
+    """Folder name for a device: its kind, model, vector instructions and threads."""
+    isa = torch.backends.cpu.get_cpu_capability().lower() if device.kind == "cpu" else ""
+    text = f"{device.kind} {re.sub(r'[(][^)]*[)]|Processor|CPU|@', ' ', device.name)} {isa} {device.threads}t"
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+def results_folder() -> Path:
+    """benchmarks/results of the checkout."""
+    from .suites import suites_folder
+
+    return suites_folder().parent / "results"
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """All records, one JSON object a line; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, suffix=".part") as file:
+        for record in records:
+            file.write(json.dumps(asdict(record), sort_keys=True) + "\n")
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a file."""
+    return [Record(**json.loads(line)) for line in path.read_text().splitlines() if line]

@@ -1,0 +1,192 @@
+"""cpu.gemm_1x1: convolutions whose windows do not overlap are matrix products as they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..device import Device
+from ..engine import Engine, Knobs, Runner, Traits
+from ..problem import DTYPE_BYTES, Problem
+from ..tensors import DTYPES
+from .matrices import Region, filter_matrix, float_refusals, gemm_seconds, store_filter_matrix, sum_error
+
+__all__ = ["Gemm1x1"]
+
+
+@dataclass(frozen=True)
+class Folding(Knobs):
+    """``fold``: gather the pixels of all images into one matrix, rather than one product for each image."""
+
+    fold: bool
+
+
+class Gemm1x1(Engine):
+    """A filter of one tap, or one that steps by its own size (patch embedding), read as a plain matrix product.
+
+        1x1             y[n] (K x HW) = w (K x C) * x[n] (C x HW)
+        stride = R      y (K x PQ)    = w (K x CRS) * patches (CRS x PQ), where each value of x is in one patch only
+
+    A 1x1 filter of stride 1 multiplies x and y where they lie: in nchw one product for each image, in nhwc one for the
+    whole batch. Patches, and 1x1 filters that skip pixels, are first put in order by a copy no larger than x. dgrad and
+    wgrad are the same products with other sides transposed.
+
+    Wins on all it accepts, except for very few channels.
+    """
+
+    name = "cpu.gemm_1x1"
+
+    def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
+        yield from float_refusals(problem)
+        if any(low or high for low, high in problem.padding):
+            yield f"padding is {problem.padding}; windows that are plain matrix rows need none"
+        pointwise = prod(problem.filter) == 1
+        patches = problem.stride == problem.filter and set(problem.dilation) == {1}
+        if not pointwise and not patches:
+            yield (
+                f"filter is {problem.filter} with stride {problem.stride} and dilation {problem.dilation}; "
+                "windows must not overlap: one tap, or a stride equal to the filter"
+            )
+        if not pointwise and problem.groups > 1 and problem.layouts[0] == "nhwc":
+            yield f"groups is {problem.groups}; patches in nhwc need one group"
+
+    def traits(self, problem: Problem, knobs: Folding) -> Traits:
+        return Traits(problem.result_dtype, sum_error(problem), batch_invariant=problem.direction == "wgrad" or not knobs.fold)
+
+    def workspace_bytes(self, problem: Problem, device: Device, knobs: Folding) -> int:
+        return sum(region.bytes for region in _regions(problem, knobs))
+
+    def knobs(self, problem: Problem, device: Device) -> Iterable[Folding]:
+        if problem.layouts[0] == "nhwc":
+            return (Folding(fold=problem.n > 1), Folding(fold=False))
+        # Below some 64 pixels a product for each image has too few columns to fill the library's blocks.
+        fold = problem.n > 1 and prod(problem.out) < 64 and problem.groups == 1
+        return (Folding(fold), Folding(False)) if fold else (Folding(False),)
+
+    def cost(self, problem: Problem, device: Device, knobs: Folding) -> float:
+        size = DTYPE_BYTES[problem.result_dtype]
+        images = 1 if knobs.fold else problem.n
+        pixels = problem.n * prod(problem.out) // images
+        c, k = prod(problem.w_shape[1:]), problem.k // problem.groups
+        m, n, depth = {"fprop": (k, pixels, c), "dgrad": (c, pixels, k), "wgrad": (k, c, pixels)}[problem.direction]
+        products = images * problem.groups * gemm_seconds(device, m, n, depth, size)
+        copied = sum(region.elements for region in _regions(problem, knobs)) * size * 2
+        return products + copied / device.bandwidth + problem.min_bytes / device.bandwidth * 0.5
+
+    def build(self, problem: Problem, device: Device, knobs: Folding) -> Runner:
+        return (_build_nchw if problem.layouts[0] == "nchw" else _build_nhwc)(problem, knobs)
+
+
+def _in_place(problem: Problem) -> bool:
+    """Whether the matrix of x is x itself."""
+    return prod(problem.filter) == 1 and prod(problem.stride) == 1
+
+
+def _regions(problem: Problem, knobs: Folding) -> tuple[Region, Region, Region]:
+    """The parts of the workspace: patches of x, pixels of y gathered from all images, filters in another order."""
+    size = DTYPE_BYTES[problem.result_dtype]
+    pixels = problem.n * prod(problem.out)
+    gather = knobs.fold and problem.layouts[0] == "nchw"
+    patches = Region(problem.c * prod(problem.filter) * pixels if gather or not _in_place(problem) else 0, size)
+    outputs = Region(problem.k * pixels if gather else 0, size)
+    reorder = problem.layouts[0] != problem.layouts[1] and prod(problem.filter) > 1
+    return patches, outputs, Region(prod(problem.w_shape) if reorder else 0, size)
+
+
+def _patches(x: Tensor, problem: Problem) -> Tensor:
+    """x as (N, C, O, T, P, R, Q, S): each window's taps beside its position; what no window covers is left out."""
+    for axis, (out, taps, stride) in enumerate(zip(problem.out, problem.filter, problem.stride, strict=True)):
+        x = x.unfold(2 + axis, taps, stride).narrow(2 + axis, 0, out)
+    # unfold puts the taps last, in order: (N, C, O, P, Q, T, R, S).
+    return x
+
+
+def _build_nchw(problem: Problem, knobs: Folding) -> Runner:
+    dtype, groups, rank = DTYPES[problem.result_dtype], problem.groups, problem.rank
+    N, C, K, out = problem.n, problem.c, problem.k, prod(problem.out)
+    depth, kg = prod(problem.w_shape[1:]), K // groups
+    regions, direction = _regions(problem, knobs), problem.direction
+    outs, taps = tuple(range(2, 2 + rank)), tuple(range(2 + rank, 2 + 2 * rank))
+    # (N, C, taps, outputs) from the order of _patches; with folding the images stand in front of the outputs.
+    order = (1, *taps, 0, *outs) if knobs.fold else (0, 1, *taps, *outs)
+    copied = knobs.fold or not _in_place(problem)
+
+    def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
+        columns, gathered, filters = Region.split(workspace, regions, dtype)
+        x, w, y = {"fprop": (a, b, result), "dgrad": (result, b, a), "wgrad": (a, result, b)}[direction]
+        weights = filter_matrix(w, problem, "nchw", filters, fill=direction != "wgrad")
+        windows = _patches(x, problem).permute(order) if copied else x
+        if copied and direction != "dgrad":
+            columns.view(windows.shape).copy_(windows)
+        images = 1 if knobs.fold else N
+        xs = (columns if copied else x).view(images, groups, depth, -1)
+        planes = gathered if knobs.fold else y
+        if knobs.fold and direction != "fprop":
+            gathered.view(K, N, out).copy_(y.view(N, K, out).transpose(0, 1))
+        ys = planes.view(images, groups, kg, -1)
+        for n in range(images):
+            for g in range(groups):
+                if direction == "fprop":
+                    torch.mm(weights[g], xs[n, g], out=ys[n, g])
+                elif direction == "dgrad":
+                    torch.mm(weights[g].t(), ys[n, g], out=xs[n, g])
+                elif n:
+                    torch.addmm(weights[g], ys[n, g], xs[n, g].t(), out=weights[g])
+                else:
+                    torch.mm(ys[n, g], xs[n, g].t(), out=weights[g])
+        if direction == "wgrad":
+            store_filter_matrix(weights, w, problem, "nchw")
+        elif direction == "fprop" and knobs.fold:
+            y.view(N, K, out).copy_(gathered.view(K, N, out).transpose(0, 1))
+        elif direction == "dgrad" and copied:
+            _scatter(x, windows, columns, problem)
+
+    return run
+
+
+def _build_nhwc(problem: Problem, knobs: Folding) -> Runner:
+    dtype, groups, rank = DTYPES[problem.result_dtype], problem.groups, problem.rank
+    N, C, K, out = problem.n, problem.c, problem.k, prod(problem.out)
+    depth, kg = prod(problem.w_shape[1:]), K // groups
+    regions, direction = _regions(problem, knobs), problem.direction
+    outs, taps = tuple(range(2, 2 + rank)), tuple(range(2 + rank, 2 + 2 * rank))
+    copied = not _in_place(problem)
+    images = 1 if knobs.fold else N
+
+    def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
+        rows, _, filters = Region.split(workspace, regions, dtype)
+        x, w, y = {"fprop": (a, b, result), "dgrad": (result, b, a), "wgrad": (a, result, b)}[direction]
+        weights = filter_matrix(w, problem, "nhwc", filters, fill=direction != "wgrad")
+        windows = _patches(x, problem).permute(0, *outs, *taps, 1) if copied else x.movedim(1, -1)
+        if copied and direction != "dgrad":
+            rows.view(windows.shape).copy_(windows)
+        xs = (rows if copied else windows).view(images, -1, groups * depth)
+        ys = y.movedim(1, -1).view(images, -1, K)
+        for n in range(images):
+            for g in range(groups):
+                px, py = xs[n, :, g * depth : (g + 1) * depth], ys[n, :, g * kg : (g + 1) * kg]
+                if direction == "fprop":
+                    torch.mm(px, weights[g].t(), out=py)
+                elif direction == "dgrad":
+                    torch.mm(py, weights[g], out=px)
+                elif n:
+                    torch.addmm(weights[g], py.t(), px, out=weights[g])
+                else:
+                    torch.mm(py.t(), px, out=weights[g])
+        if direction == "wgrad":
+            store_filter_matrix(weights, w, problem, "nhwc")
+        elif direction == "dgrad" and copied:
+            _scatter(x, windows, rows, problem)
+
+    return run
+
+
+def _scatter(dx: Tensor, windows: Tensor, columns: Tensor, problem: Problem) -> None:
+    """Put columns back where they came from: ``windows`` is a view of dx; what it does not cover is zero."""
+    if prod(windows.shape) != dx.numel():
+        dx.zero_()
+    windows.copy_(columns.view(windows.shape))

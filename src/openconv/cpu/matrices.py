@@ -1,0 +1,80 @@
+"""What the engines that multiply matrices share: filters as matrices, parts of a workspace, what a product costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..device import Device
+from ..problem import Problem
+
+__all__ = ["Region", "filter_matrix", "float_refusals", "gemm_seconds", "store_filter_matrix", "sum_error"]
+
+_EPS = {"f32": 2.0**-24, "f64": 2.0**-53}
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the workspace: so many elements of so many bytes, on a line of the cache."""
+
+    elements: int
+    size: int
+
+    @property
+    def bytes(self) -> int:
+        return -(-self.elements * self.size // 64) * 64
+
+    @staticmethod
+    def split(workspace: Tensor | None, regions: Sequence[Region], dtype: torch.dtype) -> list[Tensor]:
+        """The workspace as one flat tensor per region."""
+        if workspace is None:
+            return [torch.empty(0, dtype=dtype) for _ in regions]
+        parts = workspace.split([region.bytes for region in regions])
+        return [p.view(dtype)[: region.elements] for p, region in zip(parts, regions, strict=True)]
+
+
+def float_refusals(problem: Problem) -> Iterator[str]:
+    """A matrix product takes one floating-point type."""
+    if set(problem.dtypes) - {"f32", "f64"} or len(set(problem.dtypes)) > 1:
+        yield f"dtypes are {', '.join(problem.dtypes)}; the matrix product takes f32 or f64 throughout"
+
+
+def sum_error(problem: Problem) -> float:
+    """Bound on the error of a sum in the result's own type, as a share of sum(|x|*|w|): its length times half an ulp."""
+    return (problem.gemm.k + 1) * _EPS[problem.result_dtype]
+
+
+def filter_matrix(w: Tensor, problem: Problem, order: str, spare: Tensor, fill: bool) -> Tensor:
+    """The filters as (G, K/G, C/G*T*R*S), taps behind channels in nchw order and before them in nhwc.
+
+    A view where the memory is in that order; else ``spare``, filled from ``w`` if asked to.
+    """
+    shape = (problem.groups, problem.k // problem.groups, prod(problem.w_shape[1:]))
+    ordered = w if order == "nchw" else w.movedim(1, -1)
+    if problem.layouts[1] == order or prod(problem.filter) == 1 or problem.w_shape[1] == 1:
+        return ordered.reshape(shape)
+    if fill:
+        spare.view(ordered.shape).copy_(ordered)
+    return spare.view(shape)
+
+
+def store_filter_matrix(matrix: Tensor, w: Tensor, problem: Problem, order: str) -> None:
+    """Write back a matrix that :func:`filter_matrix` gave for a result, where it is not the result's own memory."""
+    if matrix.data_ptr() != w.data_ptr():
+        target = w if order == "nchw" else w.movedim(1, -1)
+        target.copy_(matrix.view(target.shape))
+
+
+def gemm_seconds(device: Device, m: int, n: int, k: int, size: int) -> float:
+    """Predicted time of one product (m x k) * (k x n): the arithmetic at the measured matrix rate, slowed where a side
+    is short of the library's blocking, or the matrices through memory, whichever is longer."""
+    rate = device.flops * 4 / size
+    lanes = device.lanes * 4 / size
+    full = m / (m + 4) * n / (n + lanes) * k / (k + 24)
+    arithmetic = 2.0 * m * n * k / (rate * full)
+    memory = (m * k + k * n + m * n) * size / (device.bandwidth * 2)
+    return max(arithmetic, memory) + 3e-6
