@@ -147,17 +147,16 @@ def _build_nchw(problem: Problem, device: Device, knobs: Panel) -> Runner:
     threads = device.threads if C * taps * min(knobs.images * knobs.pixels, 4096) > 30_000 else 1
 
     def products(weights: Tensor, images: Tensor, columns: Tensor, accumulate: bool) -> None:
-        """The pass's own product, group by group: (G, kg, cg) * (G, cg, width) against (G, kg, width)."""
-        for g in range(groups):
-            w, y, cols = weights[g], images[g * kg : (g + 1) * kg], columns[g * cg : (g + 1) * cg]
-            if problem.direction == "fprop":
-                torch.mm(w, cols, out=y)
-            elif problem.direction == "dgrad":
-                torch.mm(w.t(), y, out=cols)
-            elif accumulate:
-                torch.addmm(w, y, cols.t(), out=w)
-            else:
-                torch.mm(y, cols.t(), out=w)
+        """The pass's own product, all groups at once: (G, kg, cg) * (G, cg, width) against (G, kg, width)."""
+        y, cols = images.unflatten(0, (groups, kg)), columns.view(groups, cg, -1)
+        if problem.direction == "fprop":
+            torch.bmm(weights, cols, out=y)
+        elif problem.direction == "dgrad":
+            torch.bmm(weights.transpose(1, 2), y, out=cols)
+        elif accumulate:
+            torch.baddbmm(weights, y, cols.transpose(1, 2), out=weights)
+        else:
+            torch.bmm(y, cols.transpose(1, 2), out=weights)
 
     def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None) -> None:
         columns, gathered, filters = Region.split(workspace, regions, dtype)

@@ -1,0 +1,386 @@
+"""Compile, cache and launch CPU kernels; what the machine is; where big outputs live.
+
+A kernel is a single-program, multiple-data function `void f(int64 block)`.  Every thread of a team runs the same
+function on the same block of int64 words:
+
+    word 0    ticket counter: the next tile to be computed
+    word 1    counter of the threads that have entered: the index of a thread's scratch memory
+    word 2..  the arguments: sizes, and addresses of tensors
+
+Threads draw tiles from word 0 until none is left.  Which thread computes a tile, and how many threads there really
+are, never shows in the result: an OpenMP runtime that grants fewer threads than asked for is no special case.
+
+The team is the OpenMP pool that torch itself runs on, entered through `GOMP_parallel`: 1 to 3 us a launch while the
+pool is hot.  A second pool beside it would make both spin against each other (measured: 1.6 times slower).  Where
+torch has no such library, a Python thread pool runs the same machine code.
+
+This module imports Numba and torch only inside the functions that need them, so that engines may ask for `cpu_info()`
+when they predict costs.  Modules that hold kernels import Numba at their top and are imported by an engine's `build`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import inspect
+import mmap
+import os
+import platform
+import re
+import sys
+import types
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..files import write_atomic
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ARGUMENTS_OFFSET",
+    "HUGE_PAGE_LIMIT",
+    "THREADS_OFFSET",
+    "TICKET_OFFSET",
+    "CpuInfo",
+    "Kernel",
+    "advise_huge",
+    "cache_directory",
+    "cpu_info",
+    "kernel",
+    "launch",
+    "num_threads",
+]
+
+TICKET_OFFSET = 0
+THREADS_OFFSET = 8
+ARGUMENTS_OFFSET = 16
+
+
+# ---- compile and cache --------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """Machine code of `void f(int64 block)`: an address to hand to a team, and a call for the present thread."""
+
+    __slots__ = ("_compiled", "_function", "address", "call", "name")
+
+    def __init__(self, function: Callable[[int], None]) -> None:
+        self.name = function.__qualname__.replace(".<locals>", "")
+        self._function = function
+        self._compiled = _compile(function, cached=True)  # owns the memory that the machine code lives in
+        self.address: int = self._compiled.address
+        self.call: Callable[[int], None] = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self.address)
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name!r})"
+
+    def assembly(self) -> str:
+        """The assembly text, for reading the inner loop and for tests that look for spills; compiles anew."""
+        text: str = _compile(self._function, cached=False)._library.get_asm_str()
+        return text
+
+
+def kernel(function: Callable[[int], None]) -> Kernel:
+    """Compile `function(block: int64) -> None`, or load it from the cache on disk.
+
+    Usually decorates the inner function of a factory whose parameters are the constants of the kernel:
+
+        @functools.cache
+        def scale_kernel(T: type, L: int) -> Kernel:
+            @kernel
+            def scale(block): ...
+            return scale
+
+    Closure variables become compile-time constants and part of the cache key, so they must be plain values (bool, int,
+    float, str, NumPy scalar classes, tuples of those) or `simd.inline` helpers that close over such values.  Floating
+    point is IEEE: no reassociation, NaN and infinity propagate; only a product and a sum written as one expression may
+    contract.
+    """
+    return Kernel(function)
+
+
+def _compile(function: Callable[[int], None], *, cached: bool) -> Any:
+    from numba.core import types as nb
+    from numba.core.ccallback import CFunc
+
+    options = {"nopython": True, "boundscheck": False, "error_model": "numpy", "fastmath": {"contract"}}
+    compiled = CFunc(function, ((nb.int64,), nb.void), locals={}, options=options)
+    if cached:
+        compiled._cache = _DiskCache(function)
+    compiled.compile()
+    return compiled
+
+
+def cache_directory() -> Path:
+    """Where compiled CPU kernels are kept: $OPENCONV_CACHE_DIR/cpu, or openconv/cpu in the user's cache directory."""
+    root = os.environ.get("OPENCONV_CACHE_DIR")
+    if root:
+        return Path(root) / "cpu"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "openconv" / "cpu"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "openconv" / "cpu"
+
+
+class _DiskCache:
+    """One file per compiled kernel, named by a digest of everything that shapes its machine code.
+
+    It takes the place of Numba's own cache for two reasons.  Numba's key does not see edits in imported helper files;
+    this one holds the text of every project module that the kernel's module reaches.  And Numba keeps one index per
+    function with numbered data files, which two processes can interleave so that a key points at the other's code
+    (index written first, data second); a file that is named by its content's key and moved into place cannot.
+    A damaged file is compiled anew.  Old files stay until the directory is deleted, which is always safe.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def _path(self, signature: Any, codegen: Any) -> Path:
+        import numba
+
+        parts: list[Any] = [numba.__version__, sys.version_info[:2], str(signature), codegen.magic_tuple()]
+        parts += [self._function.__qualname__, self._function.__code__.co_firstlineno]
+        parts += sorted(_constants(self._function).items())
+        parts += [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in _sources(self._function)]
+        parts.append(os.environ.get("OPENCONV_LANE_BYTES"))
+        digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+        return cache_directory() / f"{self._function.__name__}-{digest}.bin"
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        import pickle
+
+        from numba.core.compiler import CompileResult
+
+        target_context.refresh()
+        path = self._path(signature, target_context.codegen())
+        try:
+            owner, content = path.stat().st_uid, path.read_bytes()
+        except OSError:
+            return None
+        digest, data = content[:32], content[32:]
+        foreign = hasattr(os, "getuid") and owner != os.getuid()
+        if foreign or hashlib.sha256(data).digest() != digest:
+            return None  # unpickling runs code: nobody else's, and nothing damaged
+        return CompileResult._rebuild(target_context, *pickle.loads(data))
+
+    def save_overload(self, signature: Any, compile_result: Any) -> None:
+        from numba.core.serialize import dumps
+
+        path = self._path(signature, compile_result.codegen)
+        data = dumps(compile_result._reduce())
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_atomic(path, hashlib.sha256(data).digest() + data)
+        except OSError:
+            return  # a read-only home: the kernel works, and is compiled again next time
+
+
+def _constants(function: Callable[..., Any]) -> dict[str, str]:
+    """The closure variables of a kernel, printed; refuses any whose print would not say all that it is."""
+    constants = inspect.getclosurevars(function).nonlocals
+    for name, value in constants.items():
+        if _print(value) is None:
+            raise TypeError(
+                f"kernel {function.__qualname__} closes over {name}, a {type(value).__name__}; closure variables are "
+                "compile-time constants and must be plain values or helpers made from plain values"
+            )
+    return {name: str(_print(value)) for name, value in constants.items()}
+
+
+def _print(value: Any) -> str | None:
+    """A text that is equal for equal constants in every process, or None where there is no such text."""
+    import numpy as np
+
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, type) and issubclass(value, np.generic):
+        return value.__name__
+    if isinstance(value, tuple):
+        items = [_print(item) for item in value]
+        return None if None in items else f"({', '.join(map(str, items))})"
+    if callable(helper := getattr(value, "py_func", None)):  # what simd.inline made of a function
+        return f"{helper.__module__}.{helper.__qualname__}:{helper.__code__.co_firstlineno}{_constants(helper)}"
+    return None
+
+
+def _sources(function: Callable[..., Any]) -> list[Path]:
+    """The kernel's own file and every openconv file whose functions its module can reach, in a fixed order."""
+
+    def reached(module: types.ModuleType) -> Iterator[types.ModuleType]:
+        for value in list(vars(module).values()):
+            name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+            if isinstance(name, str) and name.startswith("openconv.") and name in sys.modules:
+                yield sys.modules[name]
+
+    pending, seen = [sys.modules[function.__module__]], {}
+    while pending:
+        module = pending.pop()
+        if module.__name__ not in seen and getattr(module, "__file__", None):
+            seen[module.__name__] = Path(module.__file__)
+            pending += reached(module)
+    return [seen[name] for name in sorted(seen)]
+
+
+# ---- launch -------------------------------------------------------------------------------------------------
+
+
+def num_threads() -> int:
+    """How many threads a kernel may use: torch's own setting."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+def launch(kernel: Kernel, args: Sequence[int], threads: int) -> None:
+    """Run `kernel` on a team of at most `threads` threads and wait for it.
+
+    The GIL is released meanwhile.  Each call packs its own block, so calls from several Python threads do not meet.
+    """
+    block = array("q", (0, 0, *args))
+    address = block.buffer_info()[0]
+    if threads <= 1:
+        kernel.call(address)
+    else:
+        team = _team or _find_team()
+        team(kernel.address, address, threads, 0)
+
+
+Team = Callable[[int, int, int, int], Any]
+_team: Team | None = None
+
+
+def _find_team() -> Team:
+    global _team
+    _team = _openmp_team() or _python_team
+    return _team
+
+
+def _openmp_team() -> Team | None:
+    """`GOMP_parallel(function, data, threads, flags)` of the OpenMP library that torch is linked to, or None.
+
+    Looking the name up through libtorch_cpu searches that library's own dependencies, so the answer is the very
+    instance torch runs on, even if other packages have loaded copies of libgomp.  libiomp5 offers the name as well.
+    """
+    import torch
+
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        handle = ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        function = handle.GOMP_parallel
+    except (AttributeError, OSError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    function.restype = None
+    return function
+
+
+_pool: ThreadPoolExecutor | None = None
+_CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+
+
+def _python_team(function: int, data: int, threads: int, flags: int) -> None:
+    """What GOMP_parallel does, with Python threads: the caller works along and then waits for the others."""
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="openconv")
+    call = _CALL(function)
+    helpers = [_pool.submit(call, data) for _ in range(threads - 1)]
+    call(data)
+    wait(helpers)
+
+
+def _forget_pool() -> None:
+    global _pool
+    _pool = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)  # threads do not survive a fork
+
+
+# ---- memory -------------------------------------------------------------------------------------------------
+
+# glibc serves requests up to 32 MiB from its heap, which keeps freed memory; beyond that every tensor is a new mapping
+# whose pages fault one by one on first touch: 15625 faults of 4 KiB for a 4000x4000 f32 image, 31 of 2 MiB.
+HUGE_PAGE_LIMIT = 32 << 20
+_HUGE_PAGE = 2 << 20
+
+
+def advise_huge(tensor: torch.Tensor) -> torch.Tensor:
+    """Ask for huge pages behind a large CPU tensor that has not been written yet; returns the tensor.
+
+    Only a hint: where the system has no such pages, nothing happens.
+    """
+    size = tensor.numel() * tensor.element_size()
+    if size >= HUGE_PAGE_LIMIT and (madvise := _madvise()) is not None:
+        start = tensor.data_ptr()
+        first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
+        last = (start + size) // _HUGE_PAGE * _HUGE_PAGE
+        if last > first:
+            madvise(first, last - first, mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    function.restype = ctypes.c_int
+    return function
+
+
+# ---- machine ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CpuInfo:
+    """What the machine is.  `vector_bytes` is the widest register (64: AVX-512, 32: AVX2, 16: SSE or NEON)."""
+
+    model: str
+    cores: int
+    vector_bytes: int
+    l1_bytes: int
+    l2_bytes: int
+
+
+@functools.cache
+def cpu_info() -> CpuInfo:
+    """Read once from Linux's /proc and /sys; elsewhere the figures of a common desktop core."""
+    text = _read("/proc/cpuinfo")
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
+    names = set(flags.group(1).split()) if flags else set()
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    return CpuInfo(
+        model=model.group(1).strip() if model else platform.processor() or platform.machine(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        vector_bytes=64 if "avx512f" in names else 16 if is_arm or (names and "avx2" not in names) else 32,
+        l1_bytes=_cache_bytes(1) or 32 << 10,
+        l2_bytes=_cache_bytes(2) or 512 << 10,
+    )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _cache_bytes(level: int) -> int:
+    """Size of the data cache of core 0 at a level, or 0 where the system does not say."""
+    for index in range(8):
+        folder = f"/sys/devices/system/cpu/cpu0/cache/index{index}"
+        if _read(f"{folder}/level").strip() != str(level) or _read(f"{folder}/type").strip() == "Instruction":
+            continue
+        size = re.fullmatch(r"(\d+)([KM]?)", _read(f"{folder}/size").strip())
+        if size:
+            return int(size.group(1)) * {"": 1, "K": 1 << 10, "M": 1 << 20}[size.group(2)]
+    return 0

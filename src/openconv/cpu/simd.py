@@ -1,0 +1,577 @@
+"""Explicit SIMD for Numba kernels: one vector value per machine register.
+
+LLVM's auto-vectoriser sees a convolution as a loop over memory; it will not keep a block of outputs in
+registers while filter taps stream past.  The functions below let a kernel say so directly.  A `Vector` is an
+LLVM `<L x float>` or `<L x double>` that Numba passes around like a scalar, and each function here is one
+instruction (or a few) on it.  On a machine with narrower registers LLVM splits the vector, so the same kernel
+source is correct everywhere and fastest where L matches the hardware:
+
+    register        f32 lanes   f64 lanes   registers   a good block of accumulators
+    AVX-512 zmm        16           8          32        up to 24
+    AVX2 ymm            8           4          16        up to 12
+    NEON (2 x q)        8           4          16        up to 12
+
+Memory is addressed by plain byte addresses (`int64`, from `tensor.data_ptr()`), so kernels carry no array
+descriptors.  Nothing checks bounds.  The element type travels as a token, the NumPy scalar class itself, which
+lets one kernel source serve both types:
+
+    @functools.cache
+    def double_kernel(T: type) -> Kernel:             # T is np.float32 or np.float64
+        L, SIZE = lanes(T), np.dtype(T).itemsize
+
+        @kernel                                       # y[tile] = x[tile] + x[tile], one vector per tile
+        def double(block):
+            tiles, x, y = argument(block, 0), argument(block, 1), argument(block, 2)
+            tile = next_tile(block)
+            while tile < tiles:
+                v = load(T, x + tile * L * SIZE)
+                store(y + tile * L * SIZE, v + v)
+                tile = next_tile(block)
+
+        return double
+
+Arithmetic means what it says: `mul` and `add` never fuse, `fma` always rounds once, nothing is reassociated, and
+NaN and infinity travel as IEEE 754 prescribes.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic, models, overload, register_model
+
+from .runtime import ARGUMENTS_OFFSET, THREADS_OFFSET, TICKET_OFFSET
+
+__all__ = [
+    "LANE_BYTES",
+    "Vector",
+    "add",
+    "argument",
+    "atomic_add",
+    "broadcast",
+    "broadcast_strided",
+    "emit_clip_mask",
+    "emit_fma",
+    "emit_horizontal_sum",
+    "emit_load",
+    "emit_masked_load",
+    "emit_masked_store",
+    "emit_offset",
+    "emit_rows",
+    "emit_splat",
+    "emit_store",
+    "fill",
+    "fma",
+    "horizontal_sum",
+    "inline",
+    "is_block",
+    "lanes",
+    "load",
+    "load_clipped",
+    "load_even",
+    "load_scalar",
+    "maximum",
+    "minimum",
+    "mul",
+    "next_tile",
+    "pack",
+    "store",
+    "store_clipped",
+    "store_scalar",
+    "sub",
+    "thread_index",
+    "unpack",
+    "zero",
+]
+
+
+def _host_lane_bytes() -> int:
+    """Width of the vector type in bytes: 64 where the host has AVX-512, else 32.
+
+    The features are those Numba compiles for, so NUMBA_CPU_FEATURES narrows the vector too; OPENCONV_LANE_BYTES=32
+    narrows it alone, for testing the other width on an AVX-512 machine.
+    """
+    forced = os.environ.get("OPENCONV_LANE_BYTES")
+    if forced is not None:
+        if forced not in ("16", "32", "64"):
+            raise ValueError(f"OPENCONV_LANE_BYTES is {forced!r}; it must be 16, 32 or 64")
+        return int(forced)
+    _triple, _cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    return 64 if "+avx512f" in features.split(",") else 32
+
+
+LANE_BYTES: int = _host_lane_bytes()
+
+
+def lanes(dtype: Any) -> int:
+    """Elements per vector: 16 or 8 for f32, 8 or 4 for f64.  Host-side; pass it to kernels as a constant."""
+    return LANE_BYTES // np.dtype(dtype).itemsize
+
+
+class Vector(types.Type):
+    """The Numba type of a SIMD value: `count` elements of `dtype` (float32 or float64)."""
+
+    def __init__(self, dtype: types.Float, count: int) -> None:
+        self.dtype = dtype
+        self.count = count
+        super().__init__(name=f"vector({dtype}, {count})")
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Vector) -> None:
+        element = ir.FloatType() if fe_type.dtype.bitwidth == 32 else ir.DoubleType()
+        super().__init__(dmm, fe_type, ir.VectorType(element, fe_type.count))
+
+
+# ---- code generators, for the intrinsics here and for those that kernels define -----------------------------
+
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+
+
+def _vector_of(token: types.Type) -> Vector | None:
+    """The vector type that a dtype token (np.float32, np.float64) stands for."""
+    dtype = getattr(token, "instance_type", None)
+    if isinstance(token, types.NumberClass) and dtype in (types.float32, types.float64):
+        return Vector(dtype, LANE_BYTES * 8 // dtype.bitwidth)
+    return None
+
+
+def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type) -> ir.Value:
+    return builder.inttoptr(address, pointee.as_pointer())
+
+
+def _element_bytes(kind: ir.Type) -> int:
+    return 8 if isinstance(getattr(kind, "element", kind), ir.DoubleType) else 4
+
+
+def _suffix(kind: ir.Type) -> str:
+    """How LLVM names an overload: f32, f64, v16f32, ..."""
+    element = f"f{8 * _element_bytes(kind)}"
+    return f"v{kind.count}{element}" if isinstance(kind, ir.VectorType) else element
+
+
+def _call(builder: ir.IRBuilder, name: str, args: list[ir.Value]) -> ir.Value:
+    """Call the LLVM intrinsic `name` whose arguments and result are all of one floating-point type."""
+    kind = args[0].type
+    signature = ir.FunctionType(kind, [kind] * len(args))
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, f"{name}.{_suffix(kind)}"), args)
+
+
+def emit_offset(builder: ir.IRBuilder, address: ir.Value, count: int, stride: ir.Value | int) -> ir.Value:
+    """address + count * stride, for a count known at compile time."""
+    if isinstance(stride, int):
+        stride = ir.Constant(_I64, stride)
+    return address if count == 0 else builder.add(address, builder.mul(ir.Constant(_I64, count), stride))
+
+
+def emit_rows(builder: ir.IRBuilder, address: ir.Value, pitch: ir.Value, count: int) -> list[ir.Value]:
+    """The addresses of `count` rows that lie `pitch` bytes apart, cheap in registers.
+
+    Left alone, LLVM turns every row of an unrolled loop into a pointer of its own: 14 of them spill and cost 14
+    additions, loads and stores a step.  Here three rows share a base, as x86 addresses base, base + pitch and
+    base + 2 * pitch in the load itself, and an empty inline assembly hides each base from that optimisation.
+    """
+    triple = builder.mul(pitch, ir.Constant(_I64, 3))
+    register = ir.FunctionType(_I64, [_I64])
+    rows: list[ir.Value] = []
+    for i in range(count):
+        if i % 3 == 0:
+            address = builder.asm(register, "", "=r,0", [builder.add(address, triple) if i else address], False)
+        rows.append(emit_offset(builder, address, i % 3, pitch))
+    return rows
+
+
+def emit_load(builder: ir.IRBuilder, kind: ir.Type, address: ir.Value) -> ir.Value:
+    """A value of `kind` from any address that suits its element."""
+    return builder.load(_pointer(builder, address, kind), align=_element_bytes(kind), typ=kind)
+
+
+def emit_store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    """The value to any address that suits its element."""
+    builder.store(value, _pointer(builder, address, value.type), align=_element_bytes(value.type))
+
+
+def emit_splat(builder: ir.IRBuilder, scalar: ir.Value, count: int) -> ir.Value:
+    """The scalar in every lane: insert into lane 0, then shuffle lane 0 everywhere; becomes one vbroadcast."""
+    kind = ir.VectorType(scalar.type, count)
+    undefined = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, count), [0] * count))
+
+
+def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """a * b + c, rounded once."""
+    return _call(builder, "llvm.fma", [a, b, c])
+
+
+def emit_horizontal_sum(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+    """The sum of all lanes: the upper half is added to the lower until one lane is left."""
+    half = vector.type.count // 2
+    while half:
+        index = ir.VectorType(_I32, half)
+        low = builder.shuffle_vector(vector, vector, ir.Constant(index, list(range(half))))
+        high = builder.shuffle_vector(vector, vector, ir.Constant(index, list(range(half, 2 * half))))
+        vector, half = builder.fadd(low, high), half // 2
+    return builder.extract_element(vector, ir.Constant(_I32, 0))
+
+
+def emit_clip_mask(builder: ir.IRBuilder, index: ir.Value, limit: ir.Value, count: int) -> ir.Value:
+    """Lane i is on where 0 <= index + i < limit.  One unsigned compare: a negative number is a huge one."""
+    index32 = emit_splat(builder, builder.trunc(index, _I32), count)
+    limit32 = emit_splat(builder, builder.trunc(limit, _I32), count)
+    iota = ir.Constant(ir.VectorType(_I32, count), list(range(count)))
+    return builder.icmp_unsigned("<", builder.add(index32, iota), limit32)
+
+
+def emit_masked_load(builder: ir.IRBuilder, kind: ir.VectorType, address: ir.Value, mask: ir.Value) -> ir.Value:
+    """Lanes that are on from memory, zero in the others, whose memory is not touched."""
+    signature = ir.FunctionType(kind, [kind.as_pointer(), _I32, mask.type, kind])
+    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.masked.load.{_suffix(kind)}.p0")
+    align, zeros = ir.Constant(_I32, _element_bytes(kind)), ir.Constant(kind, None)
+    return builder.call(function, [_pointer(builder, address, kind), align, mask, zeros])
+
+
+def emit_masked_store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, mask: ir.Value) -> None:
+    """Lanes that are on to memory; the memory of the others is not touched."""
+    kind = value.type
+    signature = ir.FunctionType(ir.VoidType(), [kind, kind.as_pointer(), _I32, mask.type])
+    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.masked.store.{_suffix(kind)}.p0")
+    builder.call(function, [value, _pointer(builder, address, kind), ir.Constant(_I32, _element_bytes(kind)), mask])
+
+
+def _same_floats(*operands: types.Type) -> bool:
+    first = operands[0]
+    return all(o == first for o in operands) and isinstance(first, Vector | types.Float)
+
+
+# ---- vectors and memory -------------------------------------------------------------------------------------
+
+
+@intrinsic
+def load(typingctx, dtype, address):
+    """load(T, address) -> Vector: lanes(T) elements from memory; any alignment of the element will do."""
+    vector = _vector_of(dtype)
+    if vector is None:
+        return None
+
+    def codegen(context, builder, signature, args):
+        return emit_load(builder, context.get_value_type(vector), args[1])
+
+    return vector(dtype, types.int64), codegen
+
+
+@intrinsic
+def store(typingctx, address, value):
+    """store(address, vector): writes every lane; any alignment of the element will do."""
+    if not isinstance(value, Vector):
+        return None
+
+    def codegen(context, builder, signature, args):
+        emit_store(builder, *args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, value), codegen
+
+
+@intrinsic
+def load_clipped(typingctx, dtype, row, index, limit):
+    """load_clipped(T, row, index, limit) -> Vector: lane i is row[index + i] where 0 <= index + i < limit, else 0.
+
+    Lanes that are off are not read at all, so `row` may be the first byte of an allocation and `index` negative.
+    This is zero padding for free: one masked load.  limit >= 0; |index| and limit stay below 2**31 - lanes.
+    """
+    vector = _vector_of(dtype)
+    if vector is None:
+        return None
+
+    def codegen(context, builder, signature, args):
+        _, row_, index_, limit_ = args
+        kind = context.get_value_type(vector)
+        address = builder.add(row_, builder.mul(index_, ir.Constant(_I64, _element_bytes(kind))))
+        return emit_masked_load(builder, kind, address, emit_clip_mask(builder, index_, limit_, vector.count))
+
+    return vector(dtype, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_clipped(typingctx, row, index, limit, value):
+    """store_clipped(row, index, limit, vector): row[index + i] = lane i where 0 <= index + i < limit."""
+    if not isinstance(value, Vector):
+        return None
+
+    def codegen(context, builder, signature, args):
+        row_, index_, limit_, vector_ = args
+        address = builder.add(row_, builder.mul(index_, ir.Constant(_I64, _element_bytes(vector_.type))))
+        emit_masked_store(builder, address, vector_, emit_clip_mask(builder, index_, limit_, value.count))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, value), codegen
+
+
+@intrinsic
+def load_even(typingctx, dtype, address):
+    """load_even(T, address) -> Vector: elements 0, 2, 4, ... 2 * (lanes - 1), for a stride of 2.
+
+    Reads 2 * lanes - 1 elements, none beyond the last one used: the second half is read one element early and
+    shuffled accordingly, so the last vector of a row needs no room behind it.
+    """
+    vector = _vector_of(dtype)
+    if vector is None:
+        return None
+
+    def codegen(context, builder, signature, args):
+        count, kind = vector.count, context.get_value_type(vector)
+        low = emit_load(builder, kind, args[1])
+        high = emit_load(builder, kind, emit_offset(builder, args[1], count - 1, _element_bytes(kind)))
+        # Element 2i is lane 2i of `low`, or lane 2i - (count - 1) of `high`, whose lanes a shuffle numbers from count.
+        picks = [2 * i if 2 * i < count else 2 * i + 1 for i in range(count)]
+        return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, count), picks))
+
+    return vector(dtype, types.int64), codegen
+
+
+# ---- arithmetic ---------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def zero(typingctx, dtype):
+    """zero(T) -> Vector of zeros."""
+    vector = _vector_of(dtype)
+    if vector is None:
+        return None
+
+    def codegen(context, builder, signature, args):
+        return ir.Constant(context.get_value_type(vector), None)
+
+    return vector(dtype), codegen
+
+
+@intrinsic
+def broadcast(typingctx, value):
+    """broadcast(scalar) -> Vector with the f32 or f64 scalar in every lane."""
+    if value not in (types.float32, types.float64):
+        return None
+    vector = Vector(value, LANE_BYTES * 8 // value.bitwidth)
+
+    def codegen(context, builder, signature, args):
+        return emit_splat(builder, args[0], vector.count)
+
+    return vector(value), codegen
+
+
+@intrinsic
+def fma(typingctx, a, b, c):
+    """fma(a, b, c) = a * b + c with a single rounding; three vectors, or three scalars of one type."""
+    if not _same_floats(a, b, c):
+        return None
+
+    def codegen(context, builder, signature, args):
+        return emit_fma(builder, *args)
+
+    return a(a, a, a), codegen
+
+
+@intrinsic
+def add(typingctx, a, b):
+    """add(a, b) = a + b, also written with the operator."""
+    if not _same_floats(a, b):
+        return None
+    return a(a, a), lambda context, builder, signature, args: builder.fadd(*args)
+
+
+@intrinsic
+def sub(typingctx, a, b):
+    """sub(a, b) = a - b, also written with the operator."""
+    if not _same_floats(a, b):
+        return None
+    return a(a, a), lambda context, builder, signature, args: builder.fsub(*args)
+
+
+@intrinsic
+def mul(typingctx, a, b):
+    """mul(a, b) = a * b, also written with the operator."""
+    if not _same_floats(a, b):
+        return None
+    return a(a, a), lambda context, builder, signature, args: builder.fmul(*args)
+
+
+@intrinsic
+def maximum(typingctx, a, b):
+    """maximum(a, b) by lane; NaN wins, as in torch.maximum."""
+    if not _same_floats(a, b):
+        return None
+    return a(a, a), lambda context, builder, signature, args: _call(builder, "llvm.maximum", list(args))
+
+
+@intrinsic
+def minimum(typingctx, a, b):
+    """minimum(a, b) by lane; NaN wins, as in torch.minimum."""
+    if not _same_floats(a, b):
+        return None
+    return a(a, a), lambda context, builder, signature, args: _call(builder, "llvm.minimum", list(args))
+
+
+@overload(operator.add)
+def _operator_add(a, b):
+    if isinstance(a, Vector) and a == b:
+        return lambda a, b: add(a, b)
+    return None
+
+
+@overload(operator.sub)
+def _operator_sub(a, b):
+    if isinstance(a, Vector) and a == b:
+        return lambda a, b: sub(a, b)
+    return None
+
+
+@overload(operator.mul)
+def _operator_mul(a, b):
+    if isinstance(a, Vector) and a == b:
+        return lambda a, b: mul(a, b)
+    return None
+
+
+@intrinsic
+def horizontal_sum(typingctx, value):
+    """horizontal_sum(vector) -> scalar: the upper half is added to the lower until one lane is left.
+
+    The order is fixed: for 4 lanes (v0 + v2) + (v1 + v3).  The same bits come out on every machine with the same
+    number of lanes.
+    """
+    if not isinstance(value, Vector):
+        return None
+
+    def codegen(context, builder, signature, args):
+        return emit_horizontal_sum(builder, args[0])
+
+    return value.dtype(value), codegen
+
+
+# ---- blocks of registers: tuples of vectors ------------------------------------------------------------------
+
+
+def unpack(builder: ir.IRBuilder, block: ir.Value) -> list[ir.Value]:
+    """The vectors of a tuple."""
+    return [builder.extract_value(block, i) for i in range(block.type.count)]
+
+
+def pack(builder: ir.IRBuilder, values: list[ir.Value]) -> ir.Value:
+    """A tuple of vectors; once everything is inlined it is nothing but registers."""
+    block = ir.Constant(ir.ArrayType(values[0].type, len(values)), ir.Undefined)
+    for i, value in enumerate(values):
+        block = builder.insert_value(block, value, i)
+    return block
+
+
+def is_block(kind: types.Type) -> bool:
+    """Whether a Numba type is a tuple of equal vectors."""
+    return isinstance(kind, types.UniTuple) and isinstance(kind.dtype, Vector)
+
+
+@intrinsic(prefer_literal=True)
+def fill(typingctx, count, value):
+    """fill(n, vector) -> tuple of n copies; n is a constant."""
+    if not isinstance(count, types.IntegerLiteral) or not isinstance(value, Vector):
+        return None
+    block = types.UniTuple(value, count.literal_value)
+
+    def codegen(context, builder, signature, args):
+        return pack(builder, [args[1]] * block.count)
+
+    return block(count, value), codegen
+
+
+@intrinsic(prefer_literal=True)
+def broadcast_strided(typingctx, dtype, count, address, stride):
+    """broadcast_strided(T, n, address, stride) -> tuple: the i-th vector holds the scalar at address + i * stride."""
+    vector = _vector_of(dtype)
+    if vector is None or not isinstance(count, types.IntegerLiteral):
+        return None
+    block = types.UniTuple(vector, count.literal_value)
+
+    def codegen(context, builder, signature, args):
+        _, _, address_, stride_ = args
+        scalar = context.get_value_type(vector.dtype)
+        places = emit_rows(builder, address_, stride_, block.count)
+        return pack(builder, [emit_splat(builder, emit_load(builder, scalar, p), vector.count) for p in places])
+
+    return block(dtype, count, types.int64, types.int64), codegen
+
+
+# ---- scalars and memory -------------------------------------------------------------------------------------
+
+
+@intrinsic
+def load_scalar(typingctx, dtype, address):
+    """load_scalar(T, address) -> scalar; T is np.float32, np.float64, np.int32 or np.int64."""
+    if not isinstance(dtype, types.NumberClass):
+        return None
+    scalar = dtype.instance_type
+
+    def codegen(context, builder, signature, args):
+        kind = context.get_value_type(scalar)
+        return builder.load(_pointer(builder, args[1], kind), align=scalar.bitwidth // 8, typ=kind)
+
+    return scalar(dtype, types.int64), codegen
+
+
+@intrinsic
+def store_scalar(typingctx, address, value):
+    """store_scalar(address, scalar): the width written is that of the value's type."""
+    if not isinstance(value, types.Integer | types.Float):
+        return None
+    scalar = types.unliteral(value)
+
+    def codegen(context, builder, signature, args):
+        builder.store(args[1], _pointer(builder, args[0], args[1].type), align=scalar.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, scalar), codegen
+
+
+@intrinsic
+def atomic_add(typingctx, address, value):
+    """atomic_add(address, value) -> the int64 that was there before; sequentially consistent.
+
+    How threads share work: each takes the next ticket until none is left.
+    """
+
+    def codegen(context, builder, signature, args):
+        pointer = _pointer(builder, args[0], _I64)
+        return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+# ---- the launch block (runtime.launch) ----------------------------------------------------------------------
+
+#: Decorator of the helpers that kernels call: compiled into the caller, with the caller's floating-point rules.
+inline = njit(forceinline=True, boundscheck=False, error_model="numpy", fastmath={"contract"})
+
+
+@inline
+def argument(block, index):
+    """argument(block, i) -> the i-th int64 argument of the launch."""
+    return load_scalar(np.int64, block + ARGUMENTS_OFFSET + 8 * index)
+
+
+@inline
+def next_tile(block):
+    """next_tile(block) -> 0, 1, 2, ...: each number goes to one thread of the team."""
+    return atomic_add(block + TICKET_OFFSET, 1)
+
+
+@inline
+def thread_index(block):
+    """thread_index(block) -> a number below the team's size, another for each thread; call it once, on entry."""
+    return atomic_add(block + THREADS_OFFSET, 1)
