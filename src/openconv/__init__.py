@@ -1,8 +1,11 @@
 """openconv: an open convolution engine for PyTorch."""
 
+from . import nn
 from .engine import UnsupportedProblem
 from .epilogue import Epilogue
+from .explanation import Explanation, explain
 from .functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
+from .nn import convert, patch
 from .problem import Problem
 from .select import Policy, policy
 
@@ -10,6 +13,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Epilogue",
+    "Explanation",
     "Policy",
     "Problem",
     "UnsupportedProblem",
@@ -20,5 +24,9 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "convert",
+    "explain",
+    "nn",
+    "patch",
     "policy",
 ]

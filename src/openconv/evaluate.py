@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .epilogue import Acc, Const, Epilogue, Expr, Node, Operand
 
-__all__ = ["activation_function", "evaluate", "evaluate_"]
+__all__ = ["activate", "evaluate", "evaluate_", "evaluator_"]
 
 _Function = Callable[..., Tensor]
 
@@ -28,7 +29,7 @@ _FUNCTIONS: dict[str, _Function] = {
     "relu": torch.relu,
     "leaky_relu": F.leaky_relu,
     "elu": F.elu,
-    "clamp": lambda a, low, high: torch.clamp(a, *(None if math.isinf(v) else v for v in (low, high))),
+    "clamp": lambda a, low, high: torch.clamp(a, **_ends(low, high)) if _ends(low, high) else a,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "silu": F.silu,
@@ -45,7 +46,7 @@ _IN_PLACE: dict[str, _Function] = {
     "relu": torch.relu_,
     "leaky_relu": F.leaky_relu_,
     "elu": F.elu_,
-    "clamp": lambda a, low, high: a.clamp_(*(None if math.isinf(v) else v for v in (low, high))),
+    "clamp": lambda a, low, high: a.clamp_(**_ends(low, high)) if _ends(low, high) else a,
     "sigmoid": torch.sigmoid_,
     "tanh": torch.tanh_,
     "silu": lambda a: F.silu(a, inplace=True),
@@ -55,29 +56,52 @@ _IN_PLACE: dict[str, _Function] = {
 
 def evaluate(epilogue: Epilogue, accumulator: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
     """``epilogue`` of an accumulator of shape (N, channels, ...); differentiable."""
-    return _value(epilogue.expr, accumulator, operands)
+    value = _value(epilogue.expr, accumulator, operands)
+    whole = isinstance(value, Tensor) and value.shape == accumulator.shape
+    return value if whole else torch.zeros_like(accumulator) + value  # a tree without the accumulator
 
 
 def evaluate_(epilogue: Epilogue, accumulator: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
     """Like :func:`evaluate`, overwriting the accumulator step by step where the tree is a chain."""
+    return evaluator_(epilogue)(accumulator, operands)
+
+
+def evaluator_(epilogue: Epilogue) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
+    """:func:`evaluate_` of one epilogue, which is taken apart here and not at every call."""
     if str(epilogue).startswith("+="):
-        return evaluate(epilogue, accumulator, operands)
+        return partial(evaluate, epilogue)
     chain: list[Node] = []
     node = epilogue.expr
     while isinstance(node, Node):
         chain.append(node)
         node = node.args[0]
-    value = accumulator
-    for node in reversed(chain):
-        rest = [_value(arg, accumulator, operands) for arg in node.args[1:]]
-        value = _IN_PLACE.get(node.op, _FUNCTIONS[node.op])(value, *rest, *node.params)
-    return value
+    steps = [(_IN_PLACE.get(n.op, _FUNCTIONS[n.op]), n.args[1:], n.params) for n in reversed(chain)]
+
+    def run(accumulator: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
+        value = accumulator
+        for function, rest, params in steps:
+            value = function(value, *[_value(arg, accumulator, operands) for arg in rest], *params)
+        return value
+
+    return run
 
 
-def activation_function(text: str) -> Callable[[Tensor], Tensor]:
-    """The activation that ``activation=text`` names, as a differentiable function of one tensor."""
-    epilogue = Epilogue().activation(text)
-    return lambda value: evaluate(epilogue, value, {})
+def activate(text: str, value: Tensor) -> Tensor:
+    """The activation that ``activation=text`` names, of one tensor; differentiable, and open to torch.compile."""
+    op, params = _activation(text)
+    return _FUNCTIONS[op](value, *params)
+
+
+_steps: dict[str, tuple[str, tuple[float, ...]]] = {}
+
+
+@torch.compiler.assume_constant_result  # a functools.cache around it would be traced
+def _activation(text: str) -> tuple[str, tuple[float, ...]]:
+    if text not in _steps:
+        node = Epilogue().activation(text).expr
+        assert isinstance(node, Node)
+        _steps[text] = node.op, node.params
+    return _steps[text]
 
 
 def _value(expr: Expr, accumulator: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
@@ -93,6 +117,11 @@ def _value(expr: Expr, accumulator: Tensor, operands: Mapping[str, Tensor]) -> T
     if not any(isinstance(arg, Tensor) for arg in args):
         args[0] = torch.as_tensor(args[0], dtype=accumulator.dtype, device=accumulator.device)
     return _FUNCTIONS[expr.op](*args, *expr.params)
+
+
+def _ends(low: float, high: float) -> dict[str, float]:
+    """The limits that limit something. torch would make an integer tensor with a limit of infinity a float one."""
+    return {name: v for name, v, open_ in (("min", low, -math.inf), ("max", high, math.inf)) if v != open_}
 
 
 def _tensors(a: Tensor | float, b: Tensor | float) -> tuple[Tensor, Tensor]:

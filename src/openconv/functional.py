@@ -7,18 +7,21 @@ checked and goes through the operators of :mod:`openconv.torch_ops`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
 
-from .epilogue import Epilogue
-from .evaluate import activation_function
-from .plan import Plan
+from .epilogue import ACTIVATIONS, Epilogue
+from .evaluate import activate
+from .plan import Plan, remember
 from .select import DEFAULT, current_policy
 from .torch_ops import dgrad, fprop, plan_pass
 
@@ -32,10 +35,11 @@ Size = int | Sequence[int]
 
 
 def _ints(name: str, value: Any, rank: int, least: int, function: str) -> tuple[int, ...]:
-    """One integer per spatial axis, from one for all or one each."""
-    values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-    if not all(isinstance(v, int | torch.SymInt) and not isinstance(v, bool) for v in values):
-        raise TypeError(f"{function}: {name} is {value!r}; wanted an int or a tuple of {rank} ints")
+    """One integer per spatial axis, from one for all or one each; NumPy's integers and tensors of one are integers."""
+    try:
+        values = tuple(_int(v) for v in value) if isinstance(value, tuple | list) else (_int(value),)
+    except TypeError:
+        raise TypeError(f"{function}: {name} is {value!r}; wanted an int or a tuple of {rank} ints") from None
     if len(values) == 1:
         values *= rank
     if len(values) != rank:
@@ -43,6 +47,14 @@ def _ints(name: str, value: Any, rank: int, least: int, function: str) -> tuple[
     if any(v < least for v in values):
         raise RuntimeError(f"{function}: {name} is {value}; wanted values of at least {least}")
     return values
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
+        return value  # type: ignore[return-value]  # under torch.compile a SymInt stands for an int
+    if isinstance(value, bool):
+        raise TypeError
+    return index(value)
 
 
 @dataclass(frozen=True)
@@ -72,14 +84,18 @@ def check_arguments(
     function = f"conv{'_transpose' * transposed}{rank}d"
     for name, value in (("input", input), ("weight", weight), ("bias", bias), ("residual", residual)):
         if not isinstance(value, Tensor) and (value is not None or name in ("input", "weight")):
-            raise TypeError(f"{function}: {name} is a {type(value).__name__}; wanted a Tensor")
+            raise TypeError(f"{function}: {name} is of type {type(value).__name__}; wanted a Tensor")
+        if value is not None and value.layout != torch.strided:
+            raise RuntimeError(f"{function}: {name} has layout {value.layout}; wanted torch.strided: call to_dense()")
     if input.dim() not in (rank + 1, rank + 2):
         raise RuntimeError(f"{function}: expected {rank + 1}D (unbatched) or {rank + 2}D (batched) input, "
                            f"got input of size {list(input.shape)}")  # fmt: skip
     if weight.dim() != rank + 2:
         raise RuntimeError(f"{function}: expected a {rank + 2}D weight, got weight of size {list(weight.shape)}")
-    if not isinstance(groups, int) or isinstance(groups, bool):
-        raise TypeError(f"{function}: groups is {groups!r}; wanted an int")
+    try:
+        groups = _int(groups)
+    except TypeError:
+        raise TypeError(f"{function}: groups is {groups!r}; wanted an int") from None
     if groups < 1:
         raise RuntimeError(f"{function}: groups is {groups}; wanted at least 1")
     batched = input.dim() == rank + 2
@@ -98,9 +114,14 @@ def check_arguments(
     if input.shape[1] != channels:
         raise RuntimeError(f"{function}: given groups={groups} and weight of size {list(weight.shape)}, expected input "
                            f"{list(input.shape)} to have {channels} channels, but got {input.shape[1]}")  # fmt: skip
-    if weight.shape[0] % groups:
-        raise RuntimeError(f"{function}: expected weight.shape[0] to be divisible by groups={groups}, "
-                           f"got weight of size {list(weight.shape)}")  # fmt: skip
+    if weight.shape[0] % groups or filters == 0 or weight.shape[0] == 0:
+        raise RuntimeError(f"{function}: expected weight.shape[0] to be a multiple of groups={groups} and no channels "
+                           f"to be missing, got weight of size {list(weight.shape)}")  # fmt: skip
+    if 0 in input.shape[2:] and 0 not in input.shape[:2]:
+        raise RuntimeError(f"{function}: only the batch or the channels may be empty, got input of size "
+                           f"{list(input.shape)}")  # fmt: skip
+    if transposed and isinstance(padding, str):
+        raise TypeError(f"{function}: padding is {padding!r}; wanted an int or a tuple of {rank} ints")
     pads = _padding(padding, rank, taps, strides, dilations, function)
     size = None
     if transposed:
@@ -111,11 +132,11 @@ def check_arguments(
                                    f"or dilation {dilations}")  # fmt: skip
         # Positions past stride-1 have no term of their own: one more row of zero input stands for each stride of them.
         rows = [extra[i] // strides[i] for i in range(rank)]
-        size = tuple((input.shape[2 + i] - 1) * strides[i] - 2 * pads[2 * i] + dilations[i] * (taps[i] - 1) + extra[i] + 1
-                     for i in range(rank))  # fmt: skip
+        reach = [dilations[i] * (taps[i] - 1) + 1 for i in range(rank)]
+        size = tuple((input.shape[2 + i] - 1) * strides[i] - 2 * pads[2 * i] + reach[i] + extra[i] for i in range(rank))
         if any(rows):
             input = F.pad(input, [v for r in reversed(rows) for v in (0, r)])
-        if any(v < 1 for v in size):
+        if any(v < 0 for v in size):
             raise RuntimeError(f"{function}: given input of size {list(input.shape)}, the calculated output size is "
                                f"{list(size)}, which is too small")  # fmt: skip
         result = (input.shape[0], filters, *size)
@@ -137,14 +158,18 @@ def check_arguments(
     if bias is not None and tuple(bias.shape) != (filters,):
         raise RuntimeError(f"{function}: given weight of size {list(weight.shape)}, expected bias to be 1-dimensional "
                            f"with {filters} elements, but got bias of size {list(bias.shape)}")  # fmt: skip
-    if residual is not None:
+    if channels == 0:
+        # torch's result of no channels has none either, whatever the number of filters.
+        filters, weight, bias = 0, weight[:0], None if bias is None else bias[:0]
+        result = (result[0], 0, *result[2:])
+    if residual is not None and residual.shape != result:
         try:
             residual = residual.expand(result)
         except RuntimeError:
-            raise RuntimeError(f"{function}: residual of size {list(residual.shape)} does not broadcast to the result's "
-                               f"{list(result)}") from None  # fmt: skip
-    return Arguments(input, weight, bias, residual, strides, pads, dilations, groups, size, _activation(activation), policy,
-                     batched)  # fmt: skip
+            raise RuntimeError(f"{function}: residual of size {list(residual.shape)} does not broadcast to the "
+                               f"result's {list(result)}") from None  # fmt: skip
+    return Arguments(input, weight, bias, residual, strides, pads, dilations, groups, size,
+                     check_activation(activation), policy, batched)  # fmt: skip
 
 
 def _padding(padding: Size | str, rank: int, taps: Sequence[int], stride: tuple[int, ...], dilation: tuple[int, ...],
@@ -164,14 +189,16 @@ def _padding(padding: Size | str, rank: int, taps: Sequence[int], stride: tuple[
 
 # -- the call ----------------------------------------------------------------------------------------------------
 
-_plans: dict[Any, tuple[Plan, bool]] = {}
-_MOST = 4096
+_calls: dict[Any, Callable[..., Tensor]] = {}
 
 _functorch_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
+_autocasting = torch._C._is_any_autocast_enabled
 _profiling = torch.autograd._profiler_enabled
+_tracing = torch._C._is_tracing
 _PLAIN = (Tensor, torch.nn.Parameter)
+_USUAL = current_policy()
 
 
 def _convolve(
@@ -179,39 +206,62 @@ def _convolve(
     groups: Any, dilation: Any, activation: str | None, residual: Any, engine: str | None, precision: str | None,
     accuracy: str | None, max_workspace: int | None,
 ) -> Any:  # fmt: skip
-    key: Any = None
-    if not torch.compiler.is_compiling() and type(input) in _PLAIN and _direct(input, weight, bias, residual):
-        key = (
-            rank, transposed, input.shape, input.stride(), input.dtype, weight.shape, weight.stride(), weight.dtype,
-            None if bias is None else (bias.shape, bias.dtype), None if residual is None else (residual.shape, residual.dtype),
-            stride, padding, output_padding, groups, dilation, activation, engine, precision, accuracy, max_workspace,
-            current_policy(), torch.get_num_threads(),
-        )  # fmt: skip
+    compiling, key = torch.compiler.is_compiling(), None
+    if not compiling and _direct(input, weight, bias, residual):
         try:
-            found = _plans.get(key)
-        except TypeError:  # a list among the arguments: valid, but it has no hash
-            key, found = None, None
+            policy = current_policy()
+            # The types are there because 1 == 1.0 == True, of which torch takes the first only; the usual policy is
+            # left out because its hash costs as much as that of all the rest.
+            key = (
+                rank, transposed, input.shape, input.stride(), input.dtype, weight.shape, weight.stride(), weight.dtype,
+                bias if bias is None else (bias.shape, bias.dtype),
+                residual if residual is None else (residual.shape, residual.dtype),
+                stride, padding, output_padding, groups, dilation, type(stride), type(padding), type(output_padding),
+                type(groups), type(dilation), activation, engine, precision, accuracy, max_workspace,
+                None if policy is _USUAL else policy, torch.get_num_threads(),
+            )  # fmt: skip
+            found = _calls.get(key)
+        except (TypeError, RuntimeError):  # a list among the arguments has no hash, a sparse tensor no strides
+            found = key = None
         if found is not None:
-            plan, simple = found
-            if simple:
-                return plan.call(input, weight, () if bias is None else (bias,))
+            operands = () if bias is None else (bias,)
+            return found(input, weight, operands if residual is None else (*operands, residual))
     if isinstance(input, np.ndarray):
         return _through_numpy(rank, transposed, input, weight, bias, stride, padding, output_padding, groups, dilation,
                               activation, residual, engine, precision, accuracy, max_workspace)  # fmt: skip
-    policy = _policy(torch.compiler.is_compiling(), engine, precision, accuracy, max_workspace)
+    tensors = (input, weight, bias, residual)
+    if not compiling and has_torch_function(tensors):
+        function = globals()[f"conv{'_transpose' * transposed}{rank}d"]
+        last = (output_padding, groups, dilation) if transposed else (dilation, groups)
+        return handle_torch_function(
+            function, tensors, input, weight, bias, stride, padding, *last, activation=activation, residual=residual,
+            engine=engine, precision=precision, accuracy=accuracy, max_workspace=max_workspace,
+        )  # fmt: skip
+    limits = _policy(compiling, engine, precision, accuracy, max_workspace)
     call = check_arguments(rank, transposed, input, weight, bias, stride, padding, output_padding, groups, dilation,
-                           activation, residual, policy)  # fmt: skip
-    if key is not None:
-        operands = tuple(t for t in (call.bias, call.residual) if t is not None)
-        plan = plan_call(call)
-        if len(_plans) >= _MOST:
-            _plans.pop(next(iter(_plans)), None)
-        # An input that check_arguments has replaced must be checked again at every call.
-        _plans[key] = (plan, call.input is input and call.residual is None)
-        out = plan.call(call.input, call.weight, operands)
-    else:
+                           activation, residual, limits)  # fmt: skip
+    if key is None:
         out = _dispatch(call)
+        return out if call.batched else out.squeeze(0)
+    plan = plan_call(call)
+    if _repeats(call, (stride, padding, output_padding, groups, dilation), tensors):
+        remember(_calls, key, plan.call if call.batched else _unbatched(plan))
+    out = plan.call(call.input, call.weight, [t for t in (call.bias, call.residual) if t is not None])
     return out if call.batched else out.squeeze(0)
+
+
+def _repeats(call: Arguments, geometry: tuple[Any, ...], tensors: tuple[Any, ...]) -> bool:
+    """Whether an equal call may run the plan on its own tensors: the checks did no work on them that would have to be
+    done again, and the numbers are values, not tensors that can change."""
+    input, weight, bias, residual = tensors
+    kept = call.weight is weight and call.bias is bias and call.residual is residual
+    same = call.input is input if call.batched else call.input.shape[1:] == input.shape and residual is None
+    numbers = [n for value in geometry for n in (value if isinstance(value, tuple) else (value,))]
+    return kept and same and not any(isinstance(n, Tensor) for n in numbers)
+
+
+def _unbatched(plan: Plan) -> Callable[..., Tensor]:
+    return lambda input, weight, operands: plan.call(input.unsqueeze(0), weight, operands).squeeze(0)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -222,23 +272,36 @@ def _policy(compiling: bool, *asked: Any) -> str:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _activation(text: str | None) -> str:
-    """An activation's name, checked."""
-    if text:
-        Epilogue().activation(text)
-    return text or ""
+def check_activation(text: str | None) -> str:
+    """An activation's name, checked; empty for none."""
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"activation is {text!r}; wanted a name such as 'relu'")
+    try:
+        return text if text and Epilogue().activation(text) else ""
+    except ValueError as error:
+        names = ", ".join(ACTIVATIONS)
+        raise ValueError(f"activation is {text!r}: {error}; wanted one of {names}, or like leaky_relu(0.2)") from None
 
 
-def _direct(input: Tensor, weight: Any, bias: Any, residual: Any) -> bool:
+def _direct(input: Any, weight: Any, bias: Any, residual: Any) -> bool:
     """Whether nothing stands between this call and the engine: no gradient, mode, transform, subclass or autocast."""
-    others = [t for t in (weight, bias, residual) if t is not None]
     return (
-        input.device.type == "cpu"
-        and all(type(t) in _PLAIN and t.device == input.device and not t.is_conj() and not t.is_neg() for t in others)
-        and not (input.is_conj() or input.is_neg())
-        and not (torch.is_grad_enabled() and (input.requires_grad or any(t.requires_grad for t in others)))
-        and not (_dispatch_modes() or _function_modes() or _functorch_active() or _profiling())
-        and not torch.is_autocast_enabled("cpu")
+        _plain(input)
+        and _plain(weight)
+        and (bias is None or _plain(bias))
+        and (residual is None or _plain(residual))
+        and not (_dispatch_modes() or _function_modes() or _functorch_active() or _autocasting())
+        and not (_profiling() or _tracing() or forward_ad._current_level >= 0)
+    )
+
+
+def _plain(tensor: Any) -> bool:
+    """A CPU tensor whose memory holds its values and whose gradient nobody wants."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+        and not (tensor.is_neg() or tensor.is_conj())
     )
 
 
@@ -257,11 +320,13 @@ def _dispatch(call: Arguments) -> Tensor:
     split = bool(call.activation) and (wanted or (not torch.compiler.is_compiling() and _functorch_active()))
     rest = (call.stride, call.padding, call.dilation, call.groups, "" if split else call.activation, call.policy)
     out: Tensor = fprop(*tensors, *rest) if call.size is None else dgrad(*tensors, call.size, *rest)
-    return activation_function(call.activation)(out) if split else out
+    return activate(call.activation, out) if split else out
 
 
-def _through_numpy(rank: int, transposed: bool, input: Any, weight: Any, bias: Any, stride: Any, padding: Any,
-                   output_padding: Any, groups: Any, dilation: Any, activation: Any, residual: Any, *limits: Any) -> Any:  # fmt: skip
+def _through_numpy(
+    rank: int, transposed: bool, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any,
+    groups: Any, dilation: Any, activation: Any, residual: Any, *limits: Any,
+) -> Any:  # fmt: skip
     """The same call on arrays; the result shares no memory with them."""
 
     def tensor(value: Any) -> Any:
@@ -282,7 +347,8 @@ def conv1d(
     engine: str | None = None, precision: str | None = None, accuracy: str | None = None,
     max_workspace: int | None = None,
 ) -> Array:  # fmt: skip
-    """y[n,k,q] = activation(bias[k] + residual[n,k,q] + sum over c,s of x[n, c, q*stride - padding + s*dilation] * w[k,c,s])
+    """y[n,k,q] = activation(bias[k] + residual[n,k,q] + sum over c,s of x[n,c,v] * w[k,c,s])
+    at v = q*stride - padding + s*dilation.
 
     ``input`` (N, C, W) or (C, W), ``weight`` (K, C/groups, S), ``bias`` (K), ``residual`` broadcast to the result. See
     :func:`conv2d` for the rest.
@@ -297,7 +363,8 @@ def conv2d(
     engine: str | None = None, precision: str | None = None, accuracy: str | None = None,
     max_workspace: int | None = None,
 ) -> Array:  # fmt: skip
-    """y[n,k,p,q] = activation(bias[k] + residual[n,k,p,q] + sum over c,r,s of x[n, c, p*stride - padding + r*dilation, ...] * w[k,c,r,s])
+    """y[n,k,p,q] = activation(bias[k] + residual[n,k,p,q] + sum over c,r,s of x[n,c,u,v] * w[k,c,r,s])
+    at u = p*stride - padding + r*dilation, and v from q and s likewise.
 
     The signature and meaning of ``torch.nn.functional.conv2d``: ``input`` (N, C, H, W) or (C, H, W), ``weight``
     (K, C/groups, R, S), ``bias`` (K); channels_last in gives channels_last out. NumPy arrays give a NumPy array. Beyond
@@ -320,7 +387,8 @@ def conv3d(
     engine: str | None = None, precision: str | None = None, accuracy: str | None = None,
     max_workspace: int | None = None,
 ) -> Array:  # fmt: skip
-    """y[n,k,o,p,q] = activation(bias[k] + residual[n,k,o,p,q] + sum over c,t,r,s of x[n, c, o*stride - padding + t*dilation, ...] * w[k,c,t,r,s])
+    """y[n,k,o,p,q] = activation(bias[k] + residual[n,k,o,p,q] + sum over c,t,r,s of x[n,c,i,u,v] * w[k,c,t,r,s])
+    at i = o*stride - padding + t*dilation, and u and v from p, r and q, s likewise.
 
     ``input`` (N, C, D, H, W) or (C, D, H, W), ``weight`` (K, C/groups, T, R, S), ``bias`` (K). See :func:`conv2d`.
     """
@@ -334,12 +402,12 @@ def conv_transpose1d(
     residual: Array | None = None, engine: str | None = None, precision: str | None = None,
     accuracy: str | None = None, max_workspace: int | None = None,
 ) -> Array:  # fmt: skip
-    """The transpose of conv1d in its input: each x[n,c,q] adds x * w[c,k,s] at position q*stride - padding + s*dilation.
+    """The transpose of conv1d in its input: each x[n,c,q] adds x * w[c,k,s] at q*stride - padding + s*dilation.
 
     ``input`` (N, C, W) or (C, W), ``weight`` (C, K/groups, S), ``bias`` (K). See :func:`conv2d` for the rest.
     """
-    return _convolve(1, True, input, weight, bias, stride, padding, output_padding, groups, dilation, activation, residual,
-                     engine, precision, accuracy, max_workspace)  # type: ignore[no-any-return]  # fmt: skip
+    return _convolve(1, True, input, weight, bias, stride, padding, output_padding, groups, dilation, activation,
+                     residual, engine, precision, accuracy, max_workspace)  # type: ignore[no-any-return]  # fmt: skip
 
 
 def conv_transpose2d(
@@ -348,12 +416,13 @@ def conv_transpose2d(
     residual: Array | None = None, engine: str | None = None, precision: str | None = None,
     accuracy: str | None = None, max_workspace: int | None = None,
 ) -> Array:  # fmt: skip
-    """The transpose of conv2d in its input: each x[n,c,p,q] adds x * w[c,k,r,s] at (p*stride - padding + r*dilation, ...).
+    """The transpose of conv2d in its input: each x[n,c,p,q] adds x * w[c,k,r,s] at p*stride - padding + r*dilation,
+    and likewise on the other axis.
 
     ``input`` (N, C, H, W) or (C, H, W), ``weight`` (C, K/groups, R, S), ``bias`` (K). See :func:`conv2d` for the rest.
     """
-    return _convolve(2, True, input, weight, bias, stride, padding, output_padding, groups, dilation, activation, residual,
-                     engine, precision, accuracy, max_workspace)  # type: ignore[no-any-return]  # fmt: skip
+    return _convolve(2, True, input, weight, bias, stride, padding, output_padding, groups, dilation, activation,
+                     residual, engine, precision, accuracy, max_workspace)  # type: ignore[no-any-return]  # fmt: skip
 
 
 def conv_transpose3d(
@@ -362,9 +431,10 @@ def conv_transpose3d(
     residual: Array | None = None, engine: str | None = None, precision: str | None = None,
     accuracy: str | None = None, max_workspace: int | None = None,
 ) -> Array:  # fmt: skip
-    """The transpose of conv3d in its input: each x[n,c,o,p,q] adds x * w[c,k,t,r,s] at (o*stride - padding + t*dilation, ...).
+    """The transpose of conv3d in its input: each x[n,c,o,p,q] adds x * w[c,k,t,r,s] at o*stride - padding + t*dilation,
+    and likewise on the other axes.
 
     ``input`` (N, C, D, H, W) or (C, D, H, W), ``weight`` (C, K/groups, T, R, S), ``bias`` (K). See :func:`conv2d`.
     """
-    return _convolve(3, True, input, weight, bias, stride, padding, output_padding, groups, dilation, activation, residual,
-                     engine, precision, accuracy, max_workspace)  # type: ignore[no-any-return]  # fmt: skip
+    return _convolve(3, True, input, weight, bias, stride, padding, output_padding, groups, dilation, activation,
+                     residual, engine, precision, accuracy, max_workspace)  # type: ignore[no-any-return]  # fmt: skip

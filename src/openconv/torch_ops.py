@@ -17,14 +17,16 @@ registered for fake tensors, autograd, autocast and vmap.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .epilogue import IDENTITY, Epilogue
-from .evaluate import activation_function
-from .plan import Plan, device_of, plan_for
+from .evaluate import activate
+from .plan import Plan, device_of, plan_for, remember
 from .problem import Problem, output_size
 from .select import Policy, current_policy
 from .tensors import NAMES, layout_of
@@ -68,8 +70,11 @@ def wgrad(*args: Any) -> Tensor:
 
 
 def _call(op: Any, function: Any, args: tuple[Any, ...]) -> Tensor:
-    # functorch refuses the autograd formulas of registered operators, and takes those of an autograd.Function.
-    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    # functorch and forward-mode differentiation pass over the autograd formulas of registered operators, and take those
+    # of an autograd.Function.
+    transformed = not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    )
     out: Tensor = function.apply(*args) if transformed else op(*args)
     return out
 
@@ -111,7 +116,7 @@ def problem_of(
 
 
 _plans: dict[Any, Plan] = {}
-_MOST = 4096
+_BACKWARD = "backward:"
 
 
 def plan_pass(
@@ -123,7 +128,9 @@ def plan_pass(
     ``policy`` is what the call itself asks for; the policy in force where it runs fills in the rest.
     """
     key = (
-        direction, a.shape, b.shape, a.stride(), b.stride(), a.dtype, a.device, bias is None, residual is None,
+        direction, a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, a.device, b.device,
+        bias if bias is None else (bias.shape, bias.dtype, bias.device),
+        residual if residual is None else (residual.shape, residual.dtype, residual.device),
         size and tuple(size), filter and tuple(filter), tuple(stride), tuple(padding), tuple(dilation), groups,
         activation, policy, current_policy(), torch.get_num_threads(),
     )  # fmt: skip
@@ -131,12 +138,17 @@ def plan_pass(
     if plan is None:
         if a.dtype not in NAMES or a.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             raise NotImplementedError(f"openconv.{direction} is not implemented for {a.dtype} on {a.device.type}")
-        if b.dtype != a.dtype:
-            raise RuntimeError(f"openconv.{direction}: the inputs are {a.dtype} and {b.dtype}; wanted the same dtype")
-        limits = Policy.parse(policy).over(current_policy())
+        tensors = [t for t in (a, b, bias, residual) if t is not None]
+        if len({(t.dtype, t.device) for t in tensors}) > 1:
+            seen = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
+            raise RuntimeError(f"openconv.{direction}: the tensors are {seen}; wanted the same dtype and device")
+        limits = Policy.parse(policy.removeprefix(_BACKWARD)).over(current_policy())
+        if policy.startswith(_BACKWARD):
+            limits = limits.for_backward()
         problem = problem_of(
-            direction, a, b, size=a.shape[2:] if size is None else size, filter=b.shape[2:] if filter is None else filter,
-            stride=stride, padding=padding, dilation=dilation, groups=groups, precision=limits.precision or "ieee",
+            direction, a, b, size=a.shape[2:] if size is None else size,
+            filter=b.shape[2:] if filter is None else filter, stride=stride, padding=padding, dilation=dilation,
+            groups=groups, precision=limits.precision or "ieee",
             epilogue=epilogue_of(bias is not None, residual is not None, activation),
         )  # fmt: skip
         expected = {"fprop": (problem.x_shape, problem.w_shape), "dgrad": (problem.y_shape, problem.w_shape),
@@ -144,10 +156,12 @@ def plan_pass(
         if (tuple(a.shape), tuple(b.shape)) != expected:
             raise RuntimeError(f"openconv.{direction}: shapes {tuple(a.shape)} and {tuple(b.shape)} do not fit "
                                f"'{problem}'; wanted {expected[0]} and {expected[1]}")  # fmt: skip
-        plan = plan_for(problem, device_of(a.device), limits)
-        while len(_plans) >= _MOST:
-            _plans.pop(next(iter(_plans)), None)
-        _plans[key] = plan
+        wanted = {"bias": (problem.result_channels,), "residual": problem.result_shape}
+        for name, operand in (("bias", bias), ("residual", residual)):
+            if operand is not None and operand.shape != wanted[name]:
+                seen = f"{name} has shape {tuple(operand.shape)}"
+                raise RuntimeError(f"openconv.{direction}: {seen}; wanted {wanted[name]}")
+        plan = remember(_plans, key, plan_for(problem, device_of(a.device), limits))
     return plan
 
 
@@ -213,15 +227,31 @@ def _wgrad_fake(x: Tensor, dy: Tensor, filter: Ints, stride: Ints, padding: Ints
 # -- autograd ----------------------------------------------------------------------------------------------------
 
 
+def _save(ctx: Any, *tensors: Tensor | None) -> None:
+    ctx.save_for_backward(*tensors)
+    if hasattr(ctx, "save_for_forward"):  # not the operators' own: they know no forward mode
+        ctx.save_for_forward(*tensors)
+
+
 def _backward_policy(policy: str) -> str:
-    return str(Policy.parse(policy).for_backward())
+    # Marked here and read where the pass is planned, with the policy in force there taken into account.
+    return policy if policy.startswith(_BACKWARD) else _BACKWARD + policy
+
+
+def _tangent(ctx: Any, run: Callable[..., Tensor], da: Tensor, dw: Tensor, dbias: Tensor | None,
+             dresidual: Tensor | None) -> Tensor:  # fmt: skip
+    """The directional derivative of fprop or dgrad; ``run`` is the pass without its activation."""
+    a, w, bias, residual = ctx.saved_tensors
+    tangent = run(da, w, dbias, dresidual) + run(a, dw, None, None)
+    # An activation acts on each element alone, so that its derivative is its own transpose.
+    return _before_activation(ctx, tangent.conj(), lambda: run(a, w, bias, residual)).conj()
 
 
 def _before_activation(ctx: Any, grad: Tensor, value: Callable[[], Tensor]) -> Tensor:
     """The gradient in front of the activation; its input is computed again, since only the result was kept."""
     if not ctx.activation:
         return grad
-    _, pullback = torch.func.vjp(activation_function(ctx.activation), value())
+    _, pullback = torch.func.vjp(partial(activate, ctx.activation), value())
     return pullback(grad)[0]  # type: ignore[no-any-return]
 
 
@@ -232,7 +262,7 @@ def _bias_grad(ctx: Any, grad: Tensor) -> Tensor | None:
 def _fprop_setup(ctx: Any, inputs: Any, output: Tensor) -> None:
     x, w, bias, residual, *ctx.geometry, ctx.activation, policy = inputs
     ctx.policy = _backward_policy(policy)
-    ctx.save_for_backward(x, w, *((bias, residual) if ctx.activation else (None, None)))
+    _save(ctx, x, w, *((bias, residual) if ctx.activation else (None, None)))
 
 
 def _fprop_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -247,10 +277,14 @@ def _fprop_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return dx, dw, _bias_grad(ctx, grad), dresidual, *(None,) * 6
 
 
+def _fprop_jvp(ctx: Any, dx: Tensor, dw: Tensor, dbias: Tensor | None, dresidual: Tensor | None, *_: None) -> Tensor:
+    return _tangent(ctx, lambda *tensors: fprop(*tensors, *ctx.geometry, "", ctx.policy), dx, dw, dbias, dresidual)
+
+
 def _dgrad_setup(ctx: Any, inputs: Any, output: Tensor) -> None:
     dy, w, bias, residual, ctx.size, *ctx.geometry, ctx.activation, policy = inputs
     ctx.policy = _backward_policy(policy)
-    ctx.save_for_backward(dy, w, *((bias, residual) if ctx.activation else (None, None)))
+    _save(ctx, dy, w, *((bias, residual) if ctx.activation else (None, None)))
 
 
 def _dgrad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -265,10 +299,15 @@ def _dgrad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return ddy, dw, _bias_grad(ctx, grad), dresidual, *(None,) * 7
 
 
+def _dgrad_jvp(ctx: Any, ddy: Tensor, dw: Tensor, dbias: Tensor | None, dresidual: Tensor | None, *_: None) -> Tensor:
+    run = lambda *tensors: dgrad(*tensors, ctx.size, *ctx.geometry, "", ctx.policy)  # noqa: E731
+    return _tangent(ctx, run, ddy, dw, dbias, dresidual)
+
+
 def _wgrad_setup(ctx: Any, inputs: Any, output: Tensor) -> None:
-    x, dy, _, *ctx.geometry, policy = inputs
+    x, dy, ctx.filter, *ctx.geometry, policy = inputs
     ctx.policy = _backward_policy(policy)
-    ctx.save_for_backward(x, dy)
+    _save(ctx, x, dy)
 
 
 def _wgrad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -279,6 +318,11 @@ def _wgrad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if ctx.needs_input_grad[1]:
         ddy = fprop(x.conj(), grad, None, None, *ctx.geometry, "", ctx.policy)
     return dx, ddy, *(None,) * 6
+
+
+def _wgrad_jvp(ctx: Any, dx: Tensor, ddy: Tensor, *_: None) -> Tensor:
+    x, dy = ctx.saved_tensors
+    return wgrad(dx, dy, ctx.filter, *ctx.geometry, ctx.policy) + wgrad(x, ddy, ctx.filter, *ctx.geometry, ctx.policy)
 
 
 torch.library.register_autograd("openconv::fprop", _fprop_backward, setup_context=_fprop_setup, lib=_library)
@@ -367,6 +411,7 @@ class _Fprop(torch.autograd.Function):
     forward = staticmethod(lambda *args: _fprop_op(*args))
     setup_context = staticmethod(_fprop_setup)
     backward = staticmethod(_fprop_backward)
+    jvp = staticmethod(_fprop_jvp)
     vmap = staticmethod(_vmap_fprop)
 
 
@@ -374,6 +419,7 @@ class _Dgrad(torch.autograd.Function):
     forward = staticmethod(lambda *args: _dgrad_op(*args))
     setup_context = staticmethod(_dgrad_setup)
     backward = staticmethod(_dgrad_backward)
+    jvp = staticmethod(_dgrad_jvp)
     vmap = staticmethod(_vmap_dgrad)
 
 
@@ -381,4 +427,5 @@ class _Wgrad(torch.autograd.Function):
     forward = staticmethod(lambda *args: _wgrad_op(*args))
     setup_context = staticmethod(_wgrad_setup)
     backward = staticmethod(_wgrad_backward)
+    jvp = staticmethod(_wgrad_jvp)
     vmap = staticmethod(_vmap_wgrad)

@@ -1,0 +1,187 @@
+"""The course of the demonstration, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .. import __version__
+from ..bench.results import Record
+from ..bench.run import measure
+from ..device import Device
+from ..explanation import explain
+from ..files import write_atomic
+from ..pictures import Picture, write_picture
+from ..plan import device_of
+from ..units import percent_text, ratio_text, seconds_text
+from .checks import EngineCheck, check_engines, check_problems
+from .filters import FILTERS, FilterResult, run_filter
+from .layers import race_layers
+from .page import Findings, draw_plot, findings_json, geometric_mean, next_commands, render_page
+from .scene import make_scene
+
+__all__ = ["run_demo"]
+
+_EXPLAINED = "fprop n1 c64 h56 w56 k64 r3 s3 pad1 f16 nhwc +bias+relu"
+
+
+def run_demo(out: Path, *, quick: bool, console: Console) -> bool:
+    """Everything in order; the folder is made if it is not there. False if any result was wrong."""
+    out.mkdir(parents=True, exist_ok=True)
+    device = device_of(torch.device("cpu"))
+    busy = _busy(device)
+    console.print(f"[bold]openconv demo[/bold] on {device} (torch.get_num_threads)")
+    console.print("a few minutes where kernels have to be compiled first, less after that\n")
+
+    scene = Picture(make_scene(*((256, 512) if quick else (1024, 2048)))[..., None])
+    write_picture(out / "scene.png", scene)
+    filters: list[FilterResult] = []
+    with _progress(console, "filtering", len(FILTERS)) as advance:
+        for name, size in FILTERS:
+            advance(f"{name} {size} x {size}")
+            filters.append(run_filter(scene, name, size, 0.02 if quick else 0.4))
+            write_picture(out / f"{name}.png", filters[-1].picture)
+    console.print(_filter_table(filters))
+
+    problems = list(check_problems(quick))
+    with _progress(console, "checking", len(problems)) as advance:
+        checks = check_engines(problems, device, advance)
+    console.print(_check_table(checks, len(problems)))
+
+    records, failures = _race(console, device, quick)
+    console.print(_race_table(records, roomy=console.width >= 110))
+
+    explanation = explain(_EXPLAINED, measure=True, budget=0.05 if quick else 0.5)
+    busy = busy or _busy(device)
+    found = Findings(str(device), _versions(), scene, filters, checks, records, explanation, failures, busy)
+    write_atomic(out / "speed.png", draw_plot(records))
+    write_atomic(out / "results.json", json.dumps(findings_json(found), indent=1))
+    page = write_atomic(out / "openconv-demo.html", render_page(found))
+    _close(console, found, page)
+    return not found.wrong
+
+
+def _race(console: Console, device: Device, quick: bool) -> tuple[list[Record], list[str]]:
+    """The records, and a line for each layer on which an engine failed."""
+    layers = race_layers(quick)
+    records: list[Record] = []
+    failures: list[str] = []
+    with _progress(console, "racing", len(layers)) as advance:
+        for name, problem in layers:
+            advance(name)
+            try:
+                records.append(measure("demo", name, problem, device, budget=0.02 if quick else 0.4))
+            except Exception as failure:  # shown like a wrong result; the other layers still race
+                failures.append(f"{type(failure).__name__} on '{problem}': {failure}")
+    return records, failures
+
+
+def _busy(device: Device) -> str:
+    """A warning if other programs keep the cores busy. The average over a minute is taken: an own run adds to it, so
+    that only what goes beyond the own threads by half counts."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    cores = os.cpu_count() or 1
+    if load <= 1.5 * max(cores, device.threads):
+        return ""
+    return f"The machine is busy (load {load:.1f} on {cores} cores): take the times with care, or run again when it is idle."
+
+
+def _versions() -> str:
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"openconv {__version__}, torch {torch.__version__} ({capability}), Python {platform.python_version()}"
+
+
+@contextmanager
+def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar that goes away when the part is done; the callback names the next piece of work."""
+    columns = (TextColumn("[bold]{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("[dim]{task.fields[piece]}"))  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(what, total=total, piece="")
+        started = 0
+
+        def advance(piece: str) -> None:
+            nonlocal started
+            progress.update(task, completed=started, piece=piece)
+            started += 1
+
+        yield advance
+
+
+def _ratio(value: float | None) -> str:
+    return f"[{'green' if value >= 1 else 'red'}]{ratio_text(value)}" if value else "-"
+
+
+def _filter_table(filters: list[FilterResult]) -> Table:
+    height, width, _ = filters[0].picture.pixels.shape
+    table = Table(title=f"Picture filters, {height} x {width}, f32", title_justify="left")
+    table.add_column("filter")
+    for name in ("openconv", "PyTorch", "OpenCV", "x PyTorch", "x OpenCV", "off by"):
+        table.add_column(name, justify="right")
+    for f in filters:
+        times = [seconds_text(f.seconds[who]) if who in f.seconds else "-" for who in ("openconv", "torch", "opencv")]
+        off = f"{f.difference:.0e}" if f.right else f"[bold red]{f.difference:.1e} WRONG"
+        table.add_row(f"{f.name} {f.size}x{f.size}", *times, _ratio(f.ratio("torch")), _ratio(f.ratio("opencv")), off)
+    return table
+
+
+def _check_table(checks: list[EngineCheck], problems: int) -> Table:
+    table = Table(title=f"Every engine against PyTorch in float64, {problems} problems", title_justify="left")
+    table.add_column("engine")
+    for name in ("taken", "refused", "worst / bound"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    for check in checks:
+        worst = percent_text(check.worst) if math.isfinite(check.worst) else "not finite"
+        verdict = "[green]right" if not check.wrong else f"[bold red]{len(check.wrong)} WRONG"
+        table.add_row(check.name, str(check.taken), str(check.refused), worst, verdict)
+    return table
+
+
+def _race_table(records: list[Record], *, roomy: bool) -> Table:
+    table = Table(title="Layers, f32, batch 1", title_justify="left")
+    for name in ("layer", "engine chosen"):
+        table.add_column(name, no_wrap=True)
+    for name in ("openconv", "PyTorch", "x PyTorch"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if roomy:
+        table.add_column("others, times as long")
+    for record in records:
+        if record.chosen in record.wrong:
+            table.add_row(record.label, f"[bold red]{record.chosen} WRONG", "-", "-", "-")
+            continue
+        times = [seconds_text(record.seconds[who]["median"]) for who in (record.chosen, "torch")]
+        chosen = record.seconds[record.chosen]["median"]
+        others = [f"{name.partition('.')[2]} {ratio_text(record.seconds[name]['median'] / chosen)}"
+                  for name in record.engines if name != record.chosen]  # fmt: skip
+        wrong = [f"[bold red]{name} WRONG[/bold red]" for name in record.wrong]
+        ratio = _ratio(record.ratio("torch"))
+        rest = [", ".join(others + wrong)] if roomy else []
+        table.add_row(record.label, record.chosen.partition(".")[2], *times, ratio, *rest)
+    mean = geometric_mean(r.ratio("torch") for r in records if r.chosen not in r.wrong)
+    table.caption = (
+        f"geometric mean {ratio_text(mean)}; others: their time over that of the chosen engine" if mean else ""
+    )
+    return table
+
+
+def _close(console: Console, found: Findings, page: Path) -> None:
+    for line in found.wrong[:20]:
+        console.print(f"[bold red]wrong[/bold red] {line}", highlight=False)
+    if found.busy:
+        console.print(found.busy, style="yellow", highlight=False)
+    console.print(f"\nopen [bold]{page}[/bold]; the pictures, speed.png and results.json lie next to it")
+    console.print("what to run next:")
+    for command, text in next_commands():
+        console.print(f"  [bold]{command}[/bold]", highlight=False)
+        console.print(f"      {text}", style="dim", highlight=False)

@@ -1,0 +1,312 @@
+"""Modules, and two ways to bring openconv into a model that exists: ``convert`` its modules, or ``patch`` a block.
+
+The modules are subclasses of torch's: they take the same arguments, have the same parameters and load the same state
+dicts, and every ``isinstance`` test still holds. Beyond torch's arguments, by keyword: ``activation`` fuses an
+activation behind the convolution; ``engine``, ``precision``, ``accuracy`` and ``max_workspace`` are handed to
+:func:`openconv.conv2d` and its siblings, which explain them.
+
+>>> layer = Conv2d(3, 8, 3, padding=1, activation="relu")
+>>> layer(torch.ones(1, 3, 5, 5)).shape
+torch.Size([1, 8, 5, 5])
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
+
+from . import functional
+from .select import Policy
+
+__all__ = [
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
+    "Conversion",
+    "Left",
+    "Patch",
+    "Swapped",
+    "convert",
+    "patch",
+]
+
+# -- modules -----------------------------------------------------------------------------------------------------
+
+_LIMITS = ("engine", "precision", "accuracy", "max_workspace")
+
+
+class _Options(torch.nn.modules.conv._ConvNd):
+    """What openconv's modules have beyond torch's. The options are class attributes too, so that a module which was
+    made by torch and then changed its class has them."""
+
+    function: ClassVar[Callable[..., Tensor]]
+    activation: str | None = None
+    engine: str | None = None
+    precision: str | None = None
+    accuracy: str | None = None
+    max_workspace: int | None = None
+
+    def __init__(
+        self, *args: Any, activation: str | None = None, engine: str | None = None, precision: str | None = None,
+        accuracy: str | None = None, max_workspace: int | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        functional.check_activation(activation)
+        Policy().but(engine=engine, precision=precision, accuracy=accuracy, max_workspace=max_workspace)
+        super().__init__(*args, **kwargs)
+        self.activation, self.engine, self.precision = activation, engine, precision
+        self.accuracy, self.max_workspace = accuracy, max_workspace
+
+    def _run(self, *args: Any, residual: Tensor | None) -> Tensor:
+        return type(self).function(
+            *args, activation=self.activation, residual=residual, engine=self.engine, precision=self.precision,
+            accuracy=self.accuracy, max_workspace=self.max_workspace,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        given = {name: getattr(self, name) for name in ("activation", *_LIMITS)}
+        return ", ".join([super().extra_repr(), *(f"{k}={v!r}" for k, v in given.items() if v is not None)])
+
+
+class _Conv(_Options):
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """activation(conv(input) + residual)."""
+        return self._conv_forward(input, self.weight, self.bias, residual)
+
+    # The name torch's own modules have for it: what derives from them and replaces the weight calls this.
+    def _conv_forward(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None
+    ) -> Tensor:
+        padding: Any = self.padding
+        if self.padding_mode != "zeros":
+            input, padding = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
+        return self._run(input, weight, bias, self.stride, padding, self.dilation, self.groups, residual=residual)
+
+
+class _ConvTranspose(_Options, torch.nn.modules.conv._ConvTransposeNd):
+    def forward(
+        self, input: Tensor, output_size: Sequence[int] | None = None, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """activation(conv_transpose(input) + residual); ``output_size`` settles the output padding, as in torch."""
+        if self.padding_mode != "zeros":
+            raise ValueError(f"padding_mode is {self.padding_mode!r}; a transposed convolution takes 'zeros' only")
+        axes: list[Any] = [self.stride, self.padding, self.kernel_size]
+        extra = self._output_padding(input, output_size, *axes, len(self.kernel_size), self.dilation)  # type: ignore[arg-type]
+        return self._run(input, self.weight, self.bias, self.stride, self.padding, tuple(extra), self.groups,
+                         self.dilation, residual=residual)  # fmt: skip
+
+
+class Conv1d(_Conv, torch.nn.Conv1d):
+    """``torch.nn.Conv1d``, run by :func:`openconv.conv1d`."""
+
+    function = staticmethod(functional.conv1d)
+
+
+class Conv2d(_Conv, torch.nn.Conv2d):
+    """``torch.nn.Conv2d``, run by :func:`openconv.conv2d`."""
+
+    function = staticmethod(functional.conv2d)
+
+
+class Conv3d(_Conv, torch.nn.Conv3d):
+    """``torch.nn.Conv3d``, run by :func:`openconv.conv3d`."""
+
+    function = staticmethod(functional.conv3d)
+
+
+class ConvTranspose1d(_ConvTranspose, torch.nn.ConvTranspose1d):
+    """``torch.nn.ConvTranspose1d``, run by :func:`openconv.conv_transpose1d`."""
+
+    function = staticmethod(functional.conv_transpose1d)
+
+
+class ConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
+    """``torch.nn.ConvTranspose2d``, run by :func:`openconv.conv_transpose2d`."""
+
+    function = staticmethod(functional.conv_transpose2d)
+
+
+class ConvTranspose3d(_ConvTranspose, torch.nn.ConvTranspose3d):
+    """``torch.nn.ConvTranspose3d``, run by :func:`openconv.conv_transpose3d`."""
+
+    function = staticmethod(functional.conv_transpose3d)
+
+
+# -- convert -----------------------------------------------------------------------------------------------------
+
+_MODULES: tuple[type[_Options], ...] = (Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
+_OURS: dict[type, type] = {getattr(torch.nn, ours.__name__): ours for ours in _MODULES}
+_TORCHS: dict[type, type] = {ours: torchs for torchs, ours in _OURS.items()}
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """A module that changed its class; ``name`` is empty for the model itself."""
+
+    name: str
+    module: str
+
+
+@dataclass(frozen=True)
+class Left(Swapped):
+    """A convolution that stayed what it was, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What :func:`convert` did to ``model``. Printing it lists every convolution."""
+
+    model: Module
+    swapped: tuple[Swapped, ...]
+    left: tuple[Left, ...]
+    back: bool = False
+
+    def __str__(self) -> str:
+        width = max((len(m.name or "(model)") for m in (*self.swapped, *self.left)), default=0)
+        whose = "torch" if self.back else "openconv"
+        lines = [f"{type(self.model).__name__}: {_count(self.swapped)} swapped for {whose}'s, {len(self.left)} left"]
+        lines += [f"  {m.name or '(model)':{width}}  {m.module}" for m in self.swapped]
+        lines += ["left as they are:"] * bool(self.left)
+        lines += [f"  {m.name or '(model)':{width}}  {m.module}: {m.reason}" for m in self.left]
+        return "\n".join(lines)
+
+
+def _count(modules: Sequence[Any]) -> str:
+    return f"{len(modules)} convolution{'s' * (len(modules) != 1)}"
+
+
+def convert(
+    model: Module, *, back: bool = False, inplace: bool = True, engine: str | None = None, precision: str | None = None,
+    accuracy: str | None = None, max_workspace: int | None = None,
+) -> Conversion:  # fmt: skip
+    """Send every convolution module of a model through openconv, or with ``back`` through torch again.
+
+    A module changes its class and nothing else: it is the same object with the same parameters, hooks, buffers and
+    parametrizations, so that optimizers and state dicts are not affected. Modules of exactly torch's six types are
+    swapped; a lazy one follows when it learns its sizes. A subclass has code of its own and is left, which the report
+    says; :func:`patch` reaches it. The limits, where given, are set on the modules that are swapped.
+
+    ``inplace=False`` converts a deep copy, to be found as ``model`` of the report::
+
+        print(openconv.convert(model))
+        fast = openconv.convert(model, inplace=False).model
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"convert: model is of type {type(model).__name__}; wanted a torch.nn.Module")
+    limits = {"engine": engine, "precision": precision, "accuracy": accuracy, "max_workspace": max_workspace}
+    Policy().but(**limits)
+    model = model if inplace else copy.deepcopy(model)
+    swapped: list[Swapped] = []
+    left: list[Left] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.modules.conv._ConvNd) or _is_ours(module) is not back:
+            continue
+        text = f"{type(module).__name__}({module.extra_repr()})"
+        reason = _swap(module, back)
+        if reason:
+            left.append(Left(name, text, reason))
+            continue
+        swapped.append(Swapped(name, text))
+        for limit, value in limits.items():
+            if value is not None and not back:
+                setattr(module, limit, value)
+    return Conversion(model, tuple(swapped), tuple(left), back)
+
+
+def _is_ours(module: Module) -> bool:
+    lazily = isinstance(module, LazyModuleMixin) and module.cls_to_become in _TORCHS
+    return lazily or isinstance(module, _Options)
+
+
+def _own(module: Module) -> type:
+    """The class of a module before it was parametrized: torch derives a class for each parametrized module."""
+    return type(module).__bases__[0] if is_parametrized(module) else type(module)
+
+
+def _swap(module: Module, back: bool) -> str:
+    """Change the module's class; the reason if that cannot be."""
+    table, own = _TORCHS if back else _OURS, _own(module)
+    if isinstance(module, LazyModuleMixin):
+        later = table.get(module.cls_to_become) if module.cls_to_become is not None else None
+        if later is None:
+            return "a lazy convolution that openconv does not have"
+        module.cls_to_become = later
+        return ""
+    if own not in table:
+        base = next((t for t in own.__mro__ if t in table), None)
+        if base is None:
+            return "a convolution that openconv does not have"
+        forward = next(t for t in own.__mro__ if "forward" in vars(t) or "_conv_forward" in vars(t))
+        code = f"a forward of its own in {forward.__name__}" if not issubclass(base, forward) else "code of its own"
+        return f"a subclass of {base.__module__.split('.')[0]}'s {base.__name__} with {code}"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    if back:
+        assert isinstance(module, _Options)
+        if module.activation is not None:
+            return f"it fuses {module.activation!r}, which torch's {own.__name__} cannot"
+        for option in ("activation", *_LIMITS):
+            vars(module).pop(option, None)
+    if is_parametrized(module):
+        made = type(module)
+        body = {name: value for name, value in vars(made).items() if name not in ("__dict__", "__weakref__")}
+        module.__class__ = type(made.__name__, (table[own],), body)
+    else:
+        module.__class__ = table[own]
+    return ""
+
+
+# -- patch -------------------------------------------------------------------------------------------------------
+
+_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
+    getattr(F, name): getattr(functional, name) for name in functional.__all__
+}  # fmt: skip
+
+
+class Patch(TorchFunctionMode):
+    """A block in which torch's convolution functions are openconv's. ``calls`` counts them by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ours = _FUNCTIONS.get(func)
+        if ours is not None:
+            self.calls[ours.__name__] += 1
+        return (ours or func)(*args, **(kwargs or {}))
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{count} {name}" for name, count in sorted(self.calls.items()))
+        total = self.calls.total()
+        return f"{total} call{'s' * (total != 1)} went through openconv" + (f": {each}" if each else "")
+
+
+def patch() -> Patch:
+    """Send every convolution that torch computes in a block through openconv, whoever calls it::
+
+        with openconv.patch() as patched:
+            loss = model(x).sum()
+        print(patched)
+
+    This covers ``torch.nn.functional.conv1d`` to ``conv_transpose3d``, the same functions as ``torch.conv1d`` and so
+    on, and all modules that call them. Backward passes follow their forward passes, also outside of the block. Blocks
+    nest, the innermost counts, and an exception leaves them as a return does. Other threads are not affected, nor are
+    calls from C++, such as those of scripted modules.
+    """
+    return Patch()

@@ -1,0 +1,182 @@
+"""What a result should be: PyTorch in float64; and how far a result is from it.
+
+    error = max over the results of  |got - wanted| / sum(|x| * |w|)
+
+the unit of :attr:`openconv.engine.Traits.error_bound`: a share of the size of the terms that were added up, which does
+not blow up where they cancel. Large problems are compared on a :class:`Part` of their results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .engine import Traits
+from .epilogue import IDENTITY
+from .evaluate import evaluate
+from .problem import Problem
+from .tensors import DTYPES, to_layout
+
+__all__ = ["Inputs", "Part", "allowed_error", "error_of", "expected", "part_of", "random_inputs"]
+
+# Half a unit in the last place: what rounding a result to this dtype may add.
+_ROUNDING = {"f32": 2.0**-24, "f64": 2.0**-53, "f16": 2.0**-11, "bf16": 2.0**-8, "complex32": 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The two inputs of a pass (fprop: x, w; dgrad: dy, w; wgrad: x, dy) and the epilogue's operands in its order."""
+
+    a: Tensor
+    b: Tensor
+    operands: tuple[Tensor, ...] = ()
+
+
+def random_inputs(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> Inputs:
+    """Normal values, or integers from -3 to 3, in the problem's dtypes and layouts. Operands lie in [-1, 1]: one that
+    multiplies then enlarges no error."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(shape: Sequence[int], dtype: str, layout: str, *, unit: bool = False) -> Tensor:
+        wanted = DTYPES[dtype]
+        if wanted.is_complex:
+            wide = torch.complex128 if dtype == "complex128" else torch.complex64
+            made = torch.randn(shape, generator=generator, dtype=wide)
+        elif wanted.is_floating_point:
+            wide = torch.float64 if dtype == "f64" else torch.float32
+            made = torch.randn(shape, generator=generator, dtype=wide)
+            made = made.clamp_(-1, 1) if unit else made
+        else:
+            made = torch.randint(0 if dtype == "u8" else -3, 4, shape, generator=generator)
+        return to_layout(made.to(wanted).to(device), layout)
+
+    shapes = (problem.x_shape, problem.w_shape, problem.y_shape)
+    first, second = {"fprop": (0, 1), "dgrad": (2, 1), "wgrad": (0, 2)}[problem.direction]
+    sizes = {"channel": (problem.result_channels,), "tensor": problem.result_shape, "scalar": ()}
+    layout = problem.layouts[problem.result]
+    return Inputs(
+        values(shapes[first], problem.dtypes[first], problem.layouts[first]),
+        values(shapes[second], problem.dtypes[second], problem.layouts[second]),
+        tuple(
+            values(sizes[o.kind], problem.result_dtype, layout if o.kind == "tensor" else "nchw", unit=True)
+            for o in problem.epilogue.operands
+        ),
+    )
+
+
+def _convolve(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
+    """The bare pass by PyTorch, in the dtype of its inputs. Padding is laid around x first: its ends may differ.
+    PyTorch has no complex backward passes on the CPU, so that complex products are taken apart."""
+    if a.is_complex():
+        real = _convolve(problem, a.real, b.real) - _convolve(problem, a.imag, b.imag)
+        imag = _convolve(problem, a.real, b.imag) + _convolve(problem, a.imag, b.real)
+        return torch.complex(real, imag)
+    low_high = [v for ends in reversed(problem.padding) for v in ends]
+    none = [0] * problem.rank
+    geometry = (problem.stride, none, problem.dilation, False, none, problem.groups)
+    if problem.direction == "fprop":
+        return torch.ops.aten.convolution.default(F.pad(a, low_high), b, None, *geometry)
+    backward = torch.ops.aten.convolution_backward.default
+    if problem.direction == "wgrad":
+        like = a.new_empty(1).expand(problem.w_shape)
+        return backward(b, F.pad(a, low_high), like, None, *geometry, [False, True, False])[1]
+    padded = [size + sum(ends) for size, ends in zip(problem.spatial, problem.padding, strict=True)]
+    like = a.new_empty(1).expand((problem.n, problem.c, *padded))
+    dx: Tensor = backward(a, like, b, None, *geometry, [True, False, False])[0]
+    return F.pad(dx, [-v for v in low_high])
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def expected(problem: Problem, inputs: Inputs) -> Tensor:
+    """The result in float64 (complex128 for complex problems), epilogue included, on the CPU."""
+    result = _convolve(problem, _wide(inputs.a), _wide(inputs.b))
+    names = [operand.name for operand in problem.epilogue.operands]
+    return evaluate(problem.epilogue, result, dict(zip(names, map(_wide, inputs.operands), strict=True)))
+
+
+def error_of(problem: Problem, got: Tensor, inputs: Inputs, *, most_macs: float = 2e8) -> float:
+    """The error of a result; infinity if it is not finite where it should be. Integers are compared as their type
+    wraps, and their error is the largest difference."""
+    part = part_of(problem, most_macs)
+    inputs, got, problem = part.inputs(inputs), got[part.result], part.problem
+    wanted = expected(problem, inputs)
+    if not got.is_floating_point() and not got.is_complex():
+        return float((wanted.round().to(torch.int64).to(got.dtype).long() - got.cpu().long()).abs().max())
+    size = _convolve(problem.with_(epilogue=IDENTITY), _wide(inputs.a).abs(), _wide(inputs.b).abs())
+    for operand, value in zip(problem.epilogue.operands, inputs.operands, strict=True):
+        channels = operand.kind == "channel"
+        size = size + _wide(value.view(-1, *(1,) * problem.rank) if channels else value).abs()
+    difference = (_wide(got) - wanted).abs()
+    share = torch.where(difference == 0, 0.0, difference / size)
+    return float(share.nan_to_num(nan=torch.inf).max())
+
+
+def allowed_error(problem: Problem, traits: Traits) -> float:
+    """The most that a correct run may show: the engine's bound, then the epilogue and the cast to the result's dtype.
+
+    Complex products are sums of two real ones in each part, so that they may be off four times as far.
+    """
+    parts = 4 if problem.dtypes[0].startswith("complex") else 1
+    wide = "f64" if problem.result_dtype in ("f64", "complex128") else "f32"
+    epilogue = 4 * problem.epilogue.flops * _ROUNDING[wide]
+    return parts * traits.error_bound + epilogue + _ROUNDING.get(problem.result_dtype, 0.0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A smaller problem whose results are some of the whole's, and where its tensors lie in those of the whole."""
+
+    problem: Problem
+    a: tuple[slice, ...]
+    b: tuple[slice, ...]
+    result: tuple[slice, ...]
+
+    def inputs(self, whole: Inputs) -> Inputs:
+        """The inputs of the part."""
+        cuts = {"channel": self.result[1:], "tensor": self.result, "scalar": ()}
+        kinds = [operand.kind for operand in self.problem.epilogue.operands]
+        operands = tuple(value[cuts[kind]] for kind, value in zip(kinds, whole.operands, strict=True))
+        return Inputs(whole.a[self.a], whole.b[self.b], operands)
+
+
+def part_of(problem: Problem, most_macs: float) -> Part:
+    """Images, then groups, then channels are left out until a float64 reference costs about ``most_macs`` products.
+    What stays is spread evenly and holds the last of each, where tiles are ragged."""
+    every = slice(None)
+    c, k = problem.c // problem.groups, problem.k // problem.groups
+    excess = problem.macs / most_macs
+    images, n = every, problem.n
+    if problem.direction != "wgrad" and excess > 1:
+        images, n = _spread(n, excess)
+        excess *= n / problem.n
+    groups = max(1, round(problem.groups / max(excess, 1)))
+    excess *= groups / problem.groups
+    x_channels, y_channels = slice(problem.c - groups * c, None), slice(problem.k - groups * k, None)
+    w_channels, dx_channels = every, x_channels
+    if groups == 1 and excess > 1 and problem.direction == "dgrad":
+        w_channels, c = _spread(c, excess)
+        dx_channels = slice(x_channels.start + w_channels.start, None, w_channels.step)
+    elif groups == 1 and excess > 1:
+        within, k = _spread(k, excess)
+        y_channels = slice(y_channels.start + within.start, None, within.step)
+    smaller = problem.with_(n=n, c=c * groups, k=k * groups, groups=groups)
+    if problem.direction == "fprop":
+        return Part(smaller, (images, x_channels), (y_channels,), (images, y_channels))
+    if problem.direction == "wgrad":
+        return Part(smaller, (every, x_channels), (every, y_channels), (y_channels,))
+    return Part(smaller, (images, y_channels), (y_channels, w_channels), (images, dx_channels))
+
+
+def _spread(count: int, excess: float) -> tuple[slice, int]:
+    """About count/excess indices, evenly spread, the last among them."""
+    step = min(ceil(excess), count)
+    indices = range((count - 1) % step, count, step)
+    return slice(indices.start, None, step), len(indices)
