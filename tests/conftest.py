@@ -1,0 +1,41 @@
+"""Fixed seeds, Hypothesis profiles, and the skip of what needs a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples in every run, and no deadline: the first example of a kernel pays for its compilation. Without
+# --hypothesis-profile a plain `pytest` gets "ci" as well; "random" looks elsewhere each time and prints the seed.
+_common = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", _common, derandomize=True, database=None)
+settings.register_profile("random", _common, derandomize=False)
+settings.load_profile("ci")
+
+_GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What lies in tests/gpu carries the marker; what carries it is skipped where there is no device."""
+    for item in items:
+        if _GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    if not needing:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        what = "finds no CUDA device" if torch.backends.cuda.is_built() else "is built without CUDA"
+        for item in needing:
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: torch {torch.__version__} {what}"))
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """Tests that draw from torch's own generator see the same numbers in any order and number of workers."""
+    import torch
+
+    torch.manual_seed(0)

@@ -1,0 +1,348 @@
+"""Epilogue: its text form, what it computes, what it refuses, and how a plan takes the bias out of it."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from openconv.epilogue import (
+    ACTIVATIONS,
+    IDENTITY,
+    OPS,
+    Acc,
+    Const,
+    Epilogue,
+    Node,
+    Operand,
+    acc,
+    apply,
+    channel,
+    scalar,
+    tensor,
+)
+from openconv.evaluate import activate, evaluate, evaluate_
+from openconv.plan import split_bias
+from tests.support import EPILOGUES, FORMULAS, epilogues
+
+SHAPE = (2, 3, 4, 5)
+SMALL = st.one_of(st.integers(-3, 3), st.floats(-3, 3)).map(lambda v: float(v) + 0.0)
+
+
+def accumulator(dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(SHAPE, generator=generator, dtype=torch.float64) * 3).to(dtype)
+
+
+def operands_of(epilogue, dtype=torch.float64, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"channel": SHAPE[1:2], "tensor": SHAPE, "scalar": ()}
+    return {
+        operand.name: torch.randn(shapes[operand.kind], generator=generator, dtype=torch.float64).to(dtype)
+        for operand in epilogue.operands
+    }
+
+
+def by_formula(expr, total, operands):
+    """The tree from the formulas, written without openconv.evaluate."""
+    if isinstance(expr, Acc):
+        return total
+    if isinstance(expr, Const):
+        return torch.full_like(total, expr.value)
+    if isinstance(expr, Operand):
+        value = operands[expr.name]
+        return (value.view(-1, *(1,) * (total.dim() - 2)) if expr.kind == "channel" else value).expand_as(total)
+    return FORMULAS[expr.op](*(by_formula(arg, total, operands) for arg in expr.args), *expr.params)
+
+
+def agree(got, wanted):
+    """Equal up to the rounding of float64, with the same NaN and infinities, where the values are of moderate size."""
+    assert got.shape == wanted.shape
+    moderate = ~(wanted.abs() > 1e12)
+    torch.testing.assert_close(got[moderate], wanted[moderate], rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+# -- text --------------------------------------------------------------------------------------------------------
+
+
+@given(epilogues())
+def test_text_parses_back_to_the_equal_tree(epilogue):
+    text = str(epilogue)
+    again = Epilogue.parse(text)
+    assert again == epilogue
+    assert hash(again) == hash(epilogue)
+    assert str(again) == text
+    assert not any(c.isspace() for c in text)
+    assert epilogue.is_identity == (text == "")
+    assert pickle.loads(pickle.dumps(epilogue)) == epilogue
+
+
+@pytest.mark.parametrize(
+    "text, expr",
+    [
+        ("", acc),
+        ("+bias+relu", apply("relu", acc + channel("bias"))),
+        ("+scale", acc * channel("scale")),
+        ("+residual", acc + tensor("residual")),
+        ("+add(s.bias)", acc + scalar("bias")),
+        ("+leaky_relu", apply("leaky_relu", acc, params=(0.01,))),
+        ("+leaky_relu(0.2)", apply("leaky_relu", acc, params=(0.2,))),
+        ("+clamp(0,6)", apply("clamp", acc, params=(0, 6))),
+        ("+clamp(0)", apply("clamp", acc, params=(0,))),
+        ("+clamp(-inf,6)", apply("clamp", acc, params=(-math.inf, 6))),
+        ("+mul(-0.5)+neg", -(acc * -0.5)),
+        ("+sub(exp(c.a))", acc - apply("exp", channel("a"))),
+        ("+=mul(acc,sigmoid(acc))", acc * apply("sigmoid", acc)),
+        ("+=sub(1,acc)", 1 - acc),
+        ("+=div(c.a,acc)", channel("a") / acc),
+        ("+=c.a", channel("a")),
+        ("+=3", Const(3)),
+        ("+add(1e-07)", acc + 1e-7),
+        ("+add(1e+300)", acc + 1e300),
+    ],
+)
+def test_text_means_what_the_docstring_says(text, expr):
+    assert str(Epilogue(expr)) == text
+    assert Epilogue.parse(text) == Epilogue(expr)
+
+
+def test_methods_chain():
+    chained = (
+        Epilogue().scale().bias().residual().add(1).mul(scalar("gain")).relu().clamp(0, 6).activation("leaky_relu(0.2)")
+    )
+    assert str(chained) == "+scale+bias+residual+add(1)+mul(s.gain)+relu+clamp(0,6)+leaky_relu(0.2)"
+    assert Epilogue().then("max", 0) == Epilogue(apply("max", acc, 0))
+
+
+def test_arithmetic_builds_trees():
+    a, b = acc, channel("b")
+    assert str(Epilogue((a + b) * 2 - 1)) == "+add(c.b)+mul(2)+sub(1)"
+    assert [str(e) for e in (2 + a, 2 - a, 2 * a, 2 / a, -a)] == [
+        "add(2,acc)", "sub(2,acc)", "mul(2,acc)", "div(2,acc)", "neg(acc)",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("bias", ["'+'", "position 0", "'bias'"]),
+        ("+", ["an operation", "position 1"]),
+        ("+bais", ["'bais'", "relu"]),
+        ("+bias(3)", ["'+'", "'(3)'"]),
+        ("+add", ["add takes 2 value(s), got 1"]),
+        ("+add(1,2)", ["add takes 0 parameter(s), got 1"]),
+        ("+add(1", ["',' or ')'"]),
+        ("+add(1,)", ["a number, an operand or an operation", "')'"]),
+        ("+add(c.)", ["an operand's name"]),
+        ("+add(x.a)", ["x.a"]),
+        ("+leaky_relu(c.a)", ["c.a", "no number"]),
+        ("+leaky_relu(0.1,0.2)", ["leaky_relu takes 1 parameter(s), got 2"]),
+        ("+=relu(acc)x", ["the end", "'x'"]),
+        ("+=", ["a number, an operand or an operation"]),
+        ("+add(nan)", ["nan"]),
+        ("+add(c.a)+mul(t.a)", ["'a'", "channel", "tensor"]),
+    ],
+)
+def test_parse_says_where_the_text_goes_wrong(text, words):
+    with pytest.raises(ValueError) as error:
+        Epilogue.parse(text)
+    for word in words:
+        assert word in str(error.value)
+
+
+# -- the tree ----------------------------------------------------------------------------------------------------
+
+
+def test_operands_come_in_order_of_first_use():
+    epilogue = Epilogue.parse("+add(t.b)+mul(c.a)+sub(t.b)+max(s.z)")
+    assert [operand.name for operand in epilogue.operands] == ["b", "a", "z"]
+    right_first = Epilogue(channel("a") * (acc + tensor("b")))
+    assert [operand.name for operand in right_first.operands] == ["a", "b"]
+
+
+def test_flops_count_operations():
+    assert IDENTITY.flops == 0
+    assert Epilogue.parse("+bias+relu+mul(exp(c.a))").flops == 4
+
+
+def test_a_constant_prints_as_short_as_it_is():
+    assert [str(Const(v)) for v in (1, -2.0, 0.5, math.inf, -math.inf, 2.0**53, 1e22)] == [
+        "1", "-2", "0.5", "inf", "-inf", "9007199254740992.0", "1e+22",
+    ]  # fmt: skip
+    assert Const(1) == Const(1.0)
+    assert Const(1) != acc
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: Const(math.nan), ["NaN"]),
+        (lambda: Operand("vector", "a"), ["'vector'", "channel, tensor, scalar"]),
+        (lambda: channel("2a"), ["'2a'", "identifier"]),
+        (lambda: channel("acc"), ["'acc'"]),
+        (lambda: channel("a b"), ["'a b'"]),
+        (lambda: apply("pow", acc, 2), ["'pow'", "relu"]),
+        (lambda: apply("add", acc), ["add takes 2", "got 1"]),
+        (lambda: apply("relu", acc, 1), ["relu takes 1", "got 2"]),
+        (lambda: Node("relu", (acc,), (1.0,)), ["relu takes 0 parameter(s), got 1"]),
+        (lambda: Epilogue().activation("sign"), ["sign"]),
+        (lambda: Epilogue().activation("add(1)"), ["'add(1)'", "relu"]),
+        (lambda: Epilogue().activation("relu+relu"), ["'relu+relu'"]),
+        (lambda: Epilogue(channel("a") + tensor("a")), ["'a'", "channel", "tensor"]),
+        (lambda: Node("leaky_relu", (acc,), (math.nan,)), ["NaN"]),
+    ],
+)
+def test_what_is_no_epilogue_is_refused_with_the_value_seen(make, words):
+    with pytest.raises(ValueError) as error:
+        make()
+    for word in words:
+        assert word in str(error.value)
+
+
+# -- values ------------------------------------------------------------------------------------------------------
+
+PARAMS = {"leaky_relu": (0.2,), "elu": (1.5,), "clamp": (-1.0, 2.0)}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_operation_is_its_formula(op):
+    spec = OPS[op]
+    x, y = accumulator(), accumulator(seed=5)
+    args, values = ([x], [acc]) if spec.values == 1 else ([x, y], [acc, tensor("y")])
+    for params in {spec.params, PARAMS.get(op, spec.params)}:
+        wanted = FORMULAS[op](*args, *params)
+        torch.testing.assert_close(evaluate(Epilogue(apply(op, *values, params=params)), x, {"y": y}), wanted)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_nan_passes_through_every_operation(op):
+    x = torch.full(SHAPE, math.nan, dtype=torch.float64)
+    y = torch.ones(SHAPE, dtype=torch.float64)
+    other = [] if OPS[op].values == 1 else [tensor("y")]
+    epilogue = Epilogue(apply(op, acc, *other, params=PARAMS.get(op, ())))
+    assert evaluate(epilogue, x, {"y": y}).isnan().all()
+    assert evaluate_(epilogue, x.clone(), {"y": y}).isnan().all()
+    if other:
+        assert evaluate(Epilogue(apply(op, tensor("y"), acc)), x, {"y": y}).isnan().all()
+
+
+@pytest.mark.parametrize("params", [(), (0,), (-math.inf, 1), (1, -1), (-math.inf, -math.inf), (math.inf,)])
+def test_clamp_with_infinite_ends(params):
+    epilogue, x = Epilogue(apply("clamp", acc, params=params)), accumulator()
+    wanted = by_formula(epilogue.expr, x, {})
+    assert torch.equal(evaluate(epilogue, x, {}), wanted)
+    assert torch.equal(evaluate_(epilogue, x.clone(), {}), wanted)
+
+
+@given(epilogues(SMALL))
+def test_any_tree_is_its_formulas(epilogue):
+    assume(any(isinstance(node, Acc) for node in epilogue.expr.walk()))
+    x, operands = accumulator(), operands_of(epilogue)
+    agree(evaluate(epilogue, x, operands), by_formula(epilogue.expr, x, operands))
+
+
+@pytest.mark.parametrize("text", ["+=3", "+=c.a", "+=s.a", "+=relu(c.a)", "+=exp(2)"])
+def test_a_tree_without_the_accumulator_still_has_its_shape(text):
+    epilogue, x = Epilogue.parse(text), accumulator()
+    operands = operands_of(epilogue)
+    assert torch.equal(evaluate(epilogue, x, operands), by_formula(epilogue.expr, x, operands))
+
+
+@given(epilogues(SMALL))
+def test_in_place_gives_the_same_bits(epilogue):
+    assume(any(isinstance(node, Acc) for node in epilogue.expr.walk()))
+    for dtype in (torch.float64, torch.float32):
+        x, operands = accumulator(dtype), operands_of(epilogue, dtype)
+        kept = {name: value.clone() for name, value in operands.items()}
+        wanted = evaluate(epilogue, x.clone(), operands)
+        torch.testing.assert_close(evaluate_(epilogue, x, operands), wanted, rtol=0, atol=0, equal_nan=True)
+        assert all(torch.equal(operands[name], kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize(
+    "text", ["+bias+relu", "+scale+bias+residual+silu", "+sub(1)+div(s.a)+clamp(0,6)", "+elu+hardswish+tanh+sigmoid"]
+)
+def test_a_chain_runs_in_the_accumulators_memory(text):
+    epilogue, x = Epilogue.parse(text), accumulator()
+    start = x.data_ptr()
+    assert evaluate_(epilogue, x, operands_of(epilogue)).data_ptr() == start
+
+
+@pytest.mark.parametrize("text", EPILOGUES)
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 2, 3, 2)], ids=["1d", "3d"])
+def test_channels_are_the_second_axis_in_any_rank(text, shape):
+    epilogue, x = Epilogue.parse(text), torch.randn(shape, dtype=torch.float64)
+    sizes = {"channel": shape[1:2], "tensor": shape, "scalar": ()}
+    operands = {o.name: torch.randn(sizes[o.kind], dtype=torch.float64) for o in epilogue.operands}
+    agree(evaluate(epilogue, x, operands), by_formula(epilogue.expr, x, operands))
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, "leaky_relu(0.3)", "clamp(0,6)"])
+def test_activation_by_name(activation):
+    x = accumulator()
+    expected = evaluate(Epilogue.parse(f"+{activation}"), x, {})
+    assert torch.equal(activate(activation, x), expected)
+
+
+@pytest.mark.parametrize("text", [*EPILOGUES, *(f"+{op}" for op in OPS if OPS[op].values == 1), "+elu(2)"])
+def test_gradients_reach_accumulator_and_operands(text):
+    """First derivatives against finite differences, away from the kinks."""
+    epilogue = Epilogue.parse(text)
+    x = accumulator()[:1, :, :2, :2] + 0.03125
+    shapes = {"channel": (3,), "tensor": x.shape, "scalar": ()}
+    names = [operand.name for operand in epilogue.operands]
+    values = [torch.randn(shapes[operand.kind], dtype=torch.float64) for operand in epilogue.operands]
+    inputs = [value.clone().requires_grad_() for value in (x, *values)]
+
+    def function(x, *values):
+        return evaluate(epilogue, x, dict(zip(names, values, strict=True)))
+
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_evaluate_leaves_the_accumulator_alone():
+    for text in EPILOGUES:
+        epilogue, x = Epilogue.parse(text), accumulator()
+        kept = x.clone()
+        evaluate(epilogue, x, operands_of(epilogue))
+        assert torch.equal(x, kept)
+
+
+# -- the bias that an engine may add -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, name, rest",
+    [
+        ("", None, ""),
+        ("+bias", "bias", ""),
+        ("+bias+relu", "bias", "+relu"),
+        ("+add(c.shift)+mul(c.bias)", "shift", "+mul(c.bias)"),
+        ("+bias+add(c.other)", "bias", "+add(c.other)"),
+        ("+relu+bias", None, "+relu+bias"),
+        ("+scale+bias", None, "+scale+bias"),
+        ("+residual+bias", None, "+residual+bias"),
+        ("+add(s.bias)", None, "+add(s.bias)"),
+        ("+sub(c.bias)", None, "+sub(c.bias)"),
+        ("+=mul(acc,sigmoid(acc))", None, "+=mul(acc,sigmoid(acc))"),
+        ("+=mul(add(acc,c.bias),add(acc,c.bias))", None, "+=mul(add(acc,c.bias),add(acc,c.bias))"),
+        ("+=sub(1,add(acc,c.bias))", "bias", "+=sub(1,acc)"),
+        ("+bias+mul(c.bias)", "bias", "+mul(c.bias)"),
+    ],
+)
+def test_split_bias(text, name, rest):
+    assert split_bias(Epilogue.parse(text)) == (name, Epilogue.parse(rest))
+
+
+@given(epilogues(SMALL))
+def test_splitting_the_bias_changes_no_bit(epilogue):
+    assume(any(isinstance(node, Acc) for node in epilogue.expr.walk()))
+    name, rest = split_bias(epilogue)
+    x, operands = accumulator(), operands_of(epilogue)
+    total = x if name is None else x + operands[name][:, None, None]
+    got, wanted = evaluate(rest, total, operands), evaluate(epilogue, x, operands)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
