@@ -340,7 +340,8 @@ class _Parser:
         self.text, self.at = text, 0
 
     def fail(self, wanted: str) -> ValueError:
-        return ValueError(f"epilogue {self.text!r}: wanted {wanted} at position {self.at}, got {self.text[self.at :]!r}")
+        rest = self.text[self.at :]
+        return ValueError(f"epilogue {self.text!r}: wanted {wanted} at position {self.at}, got {rest!r}")
 
     def take(self, pattern: str) -> str | None:
         match = re.compile(pattern).match(self.text, self.at)

@@ -93,7 +93,9 @@ class Problem:
     epilogue: Epilogue = IDENTITY
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
         put("spatial", tuple(self.spatial))
         rank = len(self.spatial)
         if rank not in (1, 2, 3):
@@ -116,7 +118,8 @@ class Problem:
         need(self.direction in DIRECTIONS, "direction", repr(self.direction), "one of " + ", ".join(DIRECTIONS))
         need(self.precision in PRECISIONS, "precision", repr(self.precision), "one of " + ", ".join(PRECISIONS))
         for name, sizes in (("n", (self.n,)), ("c", (self.c,)), ("k", (self.k,)), ("spatial", self.spatial)):
-            need(all(_is_int(v) and v >= 0 for v in sizes), name, sizes[0] if len(sizes) == 1 else sizes, "integers >= 0")
+            shown = sizes[0] if len(sizes) == 1 else sizes
+            need(all(_is_int(v) and v >= 0 for v in sizes), name, shown, "integers >= 0")
         for name, sizes in (("filter", self.filter), ("stride", self.stride), ("dilation", self.dilation)):
             need(all(_is_int(v) and v >= 1 for v in sizes), name, sizes, "integers >= 1")
         need(all(_is_int(v) and v >= 0 for p in self.padding for v in p), "padding", self.padding, "integers >= 0")
@@ -128,7 +131,7 @@ class Problem:
             padded = self.spatial[axis] + sum(self.padding[axis])
             need(size >= 1, f"padded input size on axis {axis}", padded, f"at least the filter's reach of {reach}")
         if self.direction == "wgrad":
-            need(self.epilogue.is_identity, "epilogue of a wgrad", str(self.epilogue), "none: dw has no channel to fuse on")
+            need(self.epilogue.is_identity, "epilogue of a wgrad", self.epilogue, "none: dw has no channel to fuse on")
 
     # -- derived facts ------------------------------------------------------------------------------------------
 

@@ -84,7 +84,8 @@ def table(suite: str, records: list[Record]) -> Table:
     peers = sorted({name for r in records for name in r.seconds if "." not in name})
     shown = Table(title=suite)
     for column in ("layer", "pass", "n", "layout", "engine", "us", *(f"x {p}" for p in peers), "regret", "fastest"):
-        shown.add_column(column, justify="left" if column in ("layer", "pass", "layout", "engine", "fastest") else "right")
+        words = column in ("layer", "pass", "layout", "engine", "fastest")
+        shown.add_column(column, justify="left" if words else "right")
     for r in records:
         problem = r.parsed()
         best = min(r.engines, key=lambda e: r.seconds[e]["median"])

@@ -6,13 +6,11 @@ Generated parts stand between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``;
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
+from ..files import write_atomic
 from .results import Record, read, results_folder
 
 __all__ = ["choices", "details", "main", "replace_part", "summary"]
@@ -22,8 +20,11 @@ def _mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def _grouped(records: Iterable[Record], key: Callable[[Record], tuple[str, ...]]) -> dict[tuple[str, ...], list[Record]]:
-    groups: dict[tuple[str, ...], list[Record]] = {}
+Key = tuple[str, ...]
+
+
+def _grouped(records: Iterable[Record], key: Callable[[Record], Key]) -> dict[Key, list[Record]]:
+    groups: dict[Key, list[Record]] = {}
     for record in records:
         groups.setdefault(key(record), []).append(record)
     return groups
@@ -61,7 +62,8 @@ def summary(records: Sequence[Record]) -> str:
             if ratios:
                 span = f"{min(ratios):.2f} to {max(ratios):.2f}"
                 slower = sum(value < 1 for value in ratios)
-                rows.append((f"{kind}, {direction}", peer, str(len(ratios)), f"**{_mean(ratios):.2f}**", span, str(slower)))
+                mean = f"**{_mean(ratios):.2f}**"
+                rows.append((f"{kind}, {direction}", peer, str(len(ratios)), mean, span, str(slower)))
     return _table(("layer", "against", "layers", "times faster, mean", "worst to best", "slower"), rows)
 
 
@@ -86,7 +88,8 @@ def details(records: Sequence[Record]) -> str:
         theirs = [f"{r.seconds[p]['median'] * 1e6:.0f}" if p in r.seconds else "" for p in peers]
         ratios = [f"{value:.2f}" if (value := r.ratio(p)) else "" for p in peers]
         spread = f"{took['p20'] * 1e6:.0f} to {took['p80'] * 1e6:.0f}"
-        rows.append((f"`{r.problem}`", r.chosen, f"{took['median'] * 1e6:.0f}", spread, *theirs, *ratios, f"{r.regret:.2f}"))
+        ours = (f"`{r.problem}`", r.chosen, f"{took['median'] * 1e6:.0f}", spread)
+        rows.append((*ours, *theirs, *ratios, f"{r.regret:.2f}"))
     return _table(head, rows)
 
 
@@ -103,13 +106,6 @@ def replace_part(text: str, name: str, content: str) -> str:
     return re.sub(pattern, lambda m: f"{m[1]}\n{content}\n\n{m[2]}", text, flags=re.DOTALL)
 
 
-def _write(path: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, suffix=".part") as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
-
-
 def main() -> int:
     """Rewrite the generated parts; says which files changed."""
     from ..support import support_markdown
@@ -124,7 +120,10 @@ def main() -> int:
         long += [f"## {title}", "", choices(records), ""]
         for (suite,), group in _grouped(records, lambda r: (r.suite,)).items():
             long += [f"### {suite}", "", details(group), ""]
-    head = "# Results\n\nGenerated from `benchmarks/results` by `make docs`. `x torch` is torch's time over ours, in one process.\n\n"
+    head = (
+        "# Results\n\nGenerated from `benchmarks/results` by `make docs`. `x torch` is torch's time over ours, both in "
+        "one process; `regret` the time of the chosen engine over that of the fastest.\n\n"
+    )
     targets = {
         root / "README.md": [("engines", support_markdown()), ("results", "\n".join(short).rstrip())],
         root / "docs" / "results.md": [],
@@ -135,7 +134,7 @@ def main() -> int:
         for name, content in parts:
             new = replace_part(new, name, content)
         if new != old:
-            _write(path, new)
+            write_atomic(path, new)
         print(f"{path.relative_to(root)}: {'rewritten' if new != old else 'unchanged'}")
     return 0
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 
 from .. import __version__
 from ..device import Device
+from ..files import write_atomic
 from ..problem import Problem
 
 __all__ = ["Record", "device_slug", "environment", "read", "results_folder", "write"]
@@ -84,11 +83,7 @@ def results_folder() -> Path:
 def write(path: Path, records: Iterable[Record]) -> None:
     """All records, one JSON object a line; the file appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, suffix=".part") as file:
-        for record in records:
-            file.write(json.dumps(asdict(record), sort_keys=True) + "\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    write_atomic(path, "".join(json.dumps(asdict(record), sort_keys=True) + "\n" for record in records))
 
 
 def read(path: Path) -> list[Record]:

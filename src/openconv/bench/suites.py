@@ -50,6 +50,6 @@ def variants(
     for label, problem in problems:
         for n in batches or [problem.n]:
             for direction in directions or [problem.direction]:
-                for layout in layouts or [problem.layouts]:
-                    for dtype in dtypes or [problem.dtypes]:
+                for layout in [(name,) * 3 for name in layouts] or [problem.layouts]:
+                    for dtype in [(name,) * 3 for name in dtypes] or [problem.dtypes]:
                         yield label, problem.with_(n=n, direction=direction, layouts=layout, dtypes=dtype)

@@ -55,7 +55,8 @@ class Gemm1x1(Engine):
             yield f"groups is {problem.groups}; patches in nhwc need one group"
 
     def traits(self, problem: Problem, knobs: Folding) -> Traits:
-        return Traits(problem.result_dtype, sum_error(problem), batch_invariant=problem.direction == "wgrad" or not knobs.fold)
+        alone = problem.direction == "wgrad" or not knobs.fold
+        return Traits(problem.result_dtype, sum_error(problem), batch_invariant=alone)
 
     def workspace_bytes(self, problem: Problem, device: Device, knobs: Folding) -> int:
         return sum(region.bytes for region in _regions(problem, knobs))
@@ -66,7 +67,8 @@ class Gemm1x1(Engine):
         # A product for each image streams the filters through the cache again. Where they do not stay there and an
         # image has too few pixels to pay for it, gathering the pixels of the batch is cheaper (1.3 times at 7x7).
         filters = prod(problem.w_shape) * DTYPE_BYTES[problem.result_dtype]
-        fold = problem.n > 1 and prod(problem.out) < 64 and problem.groups == 1 and filters > device.cache_bytes * 3 // 4
+        few = problem.n > 1 and prod(problem.out) < 64 and problem.groups == 1
+        fold = few and filters > device.cache_bytes * 3 // 4
         return (Folding(fold), Folding(False)) if fold else (Folding(False),)
 
     def cost(self, problem: Problem, device: Device, knobs: Folding) -> float:
@@ -109,7 +111,7 @@ def _patches(x: Tensor, problem: Problem) -> Tensor:
 
 def _build_nchw(problem: Problem, knobs: Folding) -> Runner:
     dtype, groups, rank = DTYPES[problem.result_dtype], problem.groups, problem.rank
-    N, C, K, out = problem.n, problem.c, problem.k, prod(problem.out)
+    N, K, out = problem.n, problem.k, prod(problem.out)
     depth, kg = prod(problem.w_shape[1:]), K // groups
     regions, direction = _regions(problem, knobs), problem.direction
     outs, taps = tuple(range(2, 2 + rank)), tuple(range(2 + rank, 2 + 2 * rank))
@@ -159,7 +161,7 @@ def multiply_images(weights: Tensor, images: Tensor, out: Tensor) -> None:
 
 def _build_nhwc(problem: Problem, knobs: Folding) -> Runner:
     dtype, groups, rank = DTYPES[problem.result_dtype], problem.groups, problem.rank
-    N, C, K, out = problem.n, problem.c, problem.k, prod(problem.out)
+    N, K = problem.n, problem.k
     depth, kg = prod(problem.w_shape[1:]), K // groups
     regions, direction = _regions(problem, knobs), problem.direction
     outs, taps = tuple(range(2, 2 + rank)), tuple(range(2 + rank, 2 + 2 * rank))

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +17,19 @@ from ..problem import DTYPE_BYTES, Problem
 from ..tensors import DTYPES
 from .matrices import Region, filter_matrix, float_refusals, gemm_seconds, store_filter_matrix, sum_error
 from .runtime import Kernel, kernel, launch
-from .simd import argument, inline, lanes, load, load_clipped, load_even, load_scalar, next_tile, store, store_clipped
-from .simd import store_scalar, zero
+from .simd import (
+    argument,
+    inline,
+    lanes,
+    load_clipped,
+    load_even,
+    load_scalar,
+    next_tile,
+    store,
+    store_clipped,
+    store_scalar,
+    zero,
+)
 
 __all__ = ["Im2colGemm", "Panel"]
 
@@ -276,7 +286,7 @@ def _unfold_nchw(T: type) -> Kernel:
                     d, h = row // P * stride_d - pad_d + t, row % P * stride_h - pad_h + r
                     start = q0 * stride_w - pad_w + s
                     source = plane + (d * H + h) * W * SIZE
-                    inside = 0 <= d and d < D and 0 <= h and h < H
+                    inside = d >= 0 and d < D and h >= 0 and h < H
                     i = 0
                     if not inside:
                         while i < count:
@@ -297,7 +307,7 @@ def _unfold_nchw(T: type) -> Kernel:
                         while i < count:
                             at = start + stride_w * i
                             value = T(0)
-                            if 0 <= at and at < W:
+                            if at >= 0 and at < W:
                                 value = load_scalar(T, source + at * SIZE)
                             store_scalar(target + i * SIZE, value)
                             i += 1
@@ -341,7 +351,7 @@ def _fold_nchw(T: type) -> Kernel:
                     d, h = row // P * stride_d - pad_d + t, row % P * stride_h - pad_h + r
                     start = q0 * stride_w - pad_w + s
                     target = plane + (d * H + h) * W * SIZE
-                    if 0 <= d and d < D and 0 <= h and h < H:
+                    if d >= 0 and d < D and h >= 0 and h < H:
                         if stride_w == 1:
                             i = max(-start, 0)
                             last = min(count, W - start)
@@ -352,7 +362,7 @@ def _fold_nchw(T: type) -> Kernel:
                         else:
                             for i in range(count):
                                 at = start + stride_w * i
-                                if 0 <= at and at < W:
+                                if at >= 0 and at < W:
                                     total = load_scalar(T, target + at * SIZE) + load_scalar(T, source + i * SIZE)
                                     store_scalar(target + at * SIZE, total)
                     source += count * SIZE
@@ -388,12 +398,12 @@ def _unfold_nhwc(T: type) -> Kernel:
                     d = row // P * stride_d - pad_d + t * dil_d
                     for r in range(R):
                         h = row % P * stride_h - pad_h + r * dil_h
-                        inside = 0 <= d and d < D and 0 <= h and h < H
+                        inside = d >= 0 and d < D and h >= 0 and h < H
                         source = x + (((n * D + d) * H + h) * W * C + channel) * SIZE
                         for s in range(S):
                             at = q * stride_w - pad_w + s * dil_w
                             # A tap outside the image copies a run of length nothing, and so zeros.
-                            limit = channels if inside and 0 <= at and at < W else 0
+                            limit = channels if inside and at >= 0 and at < W else 0
                             run = source + at * C * SIZE
                             i = 0
                             while i < channels:
@@ -447,7 +457,7 @@ def _fold_nhwc(T: type) -> Kernel:
                         pixel = n * pixels + row * Q + q - first
                         for s in range(S):
                             at = q * stride_w - pad_w + s * dil_w
-                            if 0 <= at and at < W:
+                            if at >= 0 and at < W:
                                 source = columns + (((pixel * T_ + t) * R + r) * S + s) * channels * SIZE
                                 sink = target + at * C * SIZE
                                 i = 0

@@ -44,7 +44,7 @@ def float_refusals(problem: Problem) -> Iterator[str]:
 
 
 def sum_error(problem: Problem) -> float:
-    """Bound on the error of a sum in the result's own type, as a share of sum(|x|*|w|): its length times half an ulp."""
+    """Bound on the error of a sum in the result's own type, as a share of sum(|x|*|w|): length times half an ulp."""
     return (problem.gemm.k + 1) * _EPS[problem.result_dtype]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
@@ -9,11 +10,13 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.core import types
 from torch import Tensor
 
 from ..device import Device
 from ..engine import Engine, Runner, Traits
 from ..problem import Problem
+from ..tensors import DTYPES
 
 __all__ = ["Naive"]
 
@@ -45,21 +48,32 @@ class Naive(Engine):
         return 3e-6 + problem.macs * 0.9e-9 / device.threads
 
     def build(self, problem: Problem, device: Device, knobs: Any) -> Runner:
-        kernel = {"fprop": _fprop, "dgrad": _dgrad, "wgrad": _wgrad}[problem.direction]
+        kernel = _compiled(problem.direction, *(str(DTYPES[name]).removeprefix("torch.") for name in problem.dtypes))
         lead = (0,) * (3 - problem.rank)
         stride = np.array([1] * len(lead) + list(problem.stride), dtype=np.int64)
         dilation = np.array([1] * len(lead) + list(problem.dilation), dtype=np.int64)
         pad = np.array(list(lead) + [low for low, _ in problem.padding], dtype=np.int64)
-        rows = problem.w_shape[0] * problem.w_shape[1] if problem.direction == "wgrad" else prod(problem.result_shape[:2])
+        rows = prod(problem.result_shape[:2])
         threads = device.threads if problem.macs > 20_000 else 1
-        integer = problem.result_dtype[0] in "iu"
-        zero = np.int64(0) if integer else np.float64(0)
+        zero = np.int64(0) if problem.result_dtype[0] in "iu" else np.float64(0)
 
         def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
             arrays = [_five(tensor) for tensor in (a, b, out)]
             _split(lambda lo, hi: kernel(*arrays, stride, pad, dilation, problem.groups, zero, lo, hi), rows, threads)
 
         return run
+
+
+@functools.cache
+def _compiled(direction: str, *dtypes: str) -> Callable[..., None]:
+    """The pass for arrays of any strides, compiled once for each combination of dtypes and kept on disk by Numba."""
+    x, w, y = (types.Array(getattr(types, dtype), 5, "A") for dtype in dtypes)
+    total = types.int64 if isinstance(y.dtype, types.Integer) else types.float64
+    three = types.Array(types.int64, 1, "C")
+    passes = {"fprop": (_fprop, (x, w, y)), "dgrad": (_dgrad, (y, w, x)), "wgrad": (_wgrad, (x, y, w))}
+    function, arrays = passes[direction]
+    signature = types.void(*arrays, three, three, three, types.int64, total, types.int64, types.int64)
+    return numba.njit(signature, nogil=True, cache=True)(function)
 
 
 def _five(tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -81,9 +95,8 @@ def _split(work: Callable[[int, int], None], rows: int, threads: int) -> None:
 # Taps on the padding multiply a zero rather than being skipped, so that a NaN or infinite weight shows there too.
 
 
-@numba.njit(nogil=True, cache=True)
-def _fprop(x, w, y, stride, pad, dilation, groups, zero, lo, hi):  # type: ignore[no-untyped-def]
-    _, C, D, H, W = x.shape
+def _fprop(x, w, y, stride, pad, dilation, groups, zero, lo, hi):
+    _, _, D, H, W = x.shape
     K, CG, T, R, S = w.shape
     _, _, O, P, Q = y.shape
     for row in range(lo, hi):
@@ -106,8 +119,7 @@ def _fprop(x, w, y, stride, pad, dilation, groups, zero, lo, hi):  # type: ignor
                     y[n, k, o, p, q] = y.dtype.type(total)
 
 
-@numba.njit(nogil=True, cache=True)
-def _dgrad(dy, w, dx, stride, pad, dilation, groups, zero, lo, hi):  # type: ignore[no-untyped-def]
+def _dgrad(dy, w, dx, stride, pad, dilation, groups, zero, lo, hi):
     _, C, D, H, W = dx.shape
     K, CG, T, R, S = w.shape
     _, _, O, P, Q = dy.shape
@@ -137,9 +149,8 @@ def _dgrad(dy, w, dx, stride, pad, dilation, groups, zero, lo, hi):  # type: ign
                     dx[n, c, d, h, v] = dx.dtype.type(total)
 
 
-@numba.njit(nogil=True, cache=True)
-def _wgrad(x, dy, dw, stride, pad, dilation, groups, zero, lo, hi):  # type: ignore[no-untyped-def]
-    N, C, D, H, W = x.shape
+def _wgrad(x, dy, dw, stride, pad, dilation, groups, zero, lo, hi):
+    N, _, D, H, W = x.shape
     K, CG, T, R, S = dw.shape
     _, _, O, P, Q = dy.shape
     for row in range(lo, hi):

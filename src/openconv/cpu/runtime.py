@@ -24,6 +24,7 @@ import ctypes
 import functools
 import hashlib
 import inspect
+import json
 import mmap
 import os
 import platform
@@ -68,13 +69,13 @@ ARGUMENTS_OFFSET = 16
 class Kernel:
     """Machine code of `void f(int64 block)`: an address to hand to a team, and a call for the present thread."""
 
-    __slots__ = ("_compiled", "_function", "address", "call", "name")
+    __slots__ = ("_function", "_library", "address", "call", "name")
 
     def __init__(self, function: Callable[[int], None]) -> None:
         self.name = function.__qualname__.replace(".<locals>", "")
         self._function = function
-        self._compiled = _compile(function, cached=True)  # owns the memory that the machine code lives in
-        self.address: int = self._compiled.address
+        self._library, symbol = _load_or_compile(function)  # owns the memory that the machine code lives in
+        self.address: int = self._library.get_pointer_to_function(symbol)
         self.call: Callable[[int], None] = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self.address)
 
     def __repr__(self) -> str:
@@ -82,7 +83,8 @@ class Kernel:
 
     def assembly(self) -> str:
         """The assembly text, for reading the inner loop and for tests that look for spills; compiles anew."""
-        text: str = _compile(self._function, cached=False)._library.get_asm_str()
+        library, _ = _compile(self._function)
+        text: str = library.get_asm_str()
         return text
 
 
@@ -105,16 +107,30 @@ def kernel(function: Callable[[int], None]) -> Kernel:
     return Kernel(function)
 
 
-def _compile(function: Callable[[int], None], *, cached: bool) -> Any:
+def _load_or_compile(function: Callable[[int], None]) -> tuple[Any, str]:
+    """The library that holds the machine code, and the kernel's symbol in it."""
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.registry import cpu_target
+
+    with global_compiler_lock:
+        cpu_target.target_context.refresh()
+        codegen = cpu_target.target_context.codegen()
+        path = _cache_path(function, codegen.magic_tuple())
+        code = _load(path, codegen)
+        if code is None:
+            code = _compile(function)
+            _save(path, *code)
+        return code
+
+
+def _compile(function: Callable[[int], None]) -> tuple[Any, str]:
     from numba.core import types as nb
     from numba.core.ccallback import CFunc
 
     options = {"nopython": True, "boundscheck": False, "error_model": "numpy", "fastmath": {"contract"}}
     compiled = CFunc(function, ((nb.int64,), nb.void), locals={}, options=options)
-    if cached:
-        compiled._cache = _DiskCache(function)
     compiled.compile()
-    return compiled
+    return compiled._library, compiled.native_name
 
 
 def cache_directory() -> Path:
@@ -127,57 +143,50 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "openconv" / "cpu"
 
 
-class _DiskCache:
-    """One file per compiled kernel, named by a digest of everything that shapes its machine code.
+# One file per compiled kernel, named by a digest of everything that shapes its machine code.  Numba's own cache is not
+# used, for three reasons.  Its key does not see edits in imported helper files; this one holds the text of every
+# project module that the kernel's module reaches.  It keeps one index per function with numbered data files, which two
+# processes can interleave so that a key points at the other's code; a file that is named by its key and moved into
+# place cannot.  And it pickles; here a line of JSON stands before the object code.  A file that is damaged or somebody
+# else's is not used.  Old files stay until the directory is deleted, which is always safe.
 
-    It takes the place of Numba's own cache for two reasons.  Numba's key does not see edits in imported helper files;
-    this one holds the text of every project module that the kernel's module reaches.  And Numba keeps one index per
-    function with numbered data files, which two processes can interleave so that a key points at the other's code
-    (index written first, data second); a file that is named by its content's key and moved into place cannot.
-    A damaged file is compiled anew.  Old files stay until the directory is deleted, which is always safe.
-    """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+def _cache_path(function: Callable[..., Any], target: Any) -> Path:
+    import numba
 
-    def _path(self, signature: Any, codegen: Any) -> Path:
-        import numba
+    parts: list[Any] = [numba.__version__, sys.version_info[:2], target]
+    parts += [function.__qualname__, function.__code__.co_firstlineno]
+    parts += sorted(_constants(function).items())
+    parts += [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in _sources(function)]
+    parts.append(os.environ.get("OPENCONV_LANE_BYTES"))
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return cache_directory() / f"{function.__name__}-{digest}.bin"
 
-        parts: list[Any] = [numba.__version__, sys.version_info[:2], str(signature), codegen.magic_tuple()]
-        parts += [self._function.__qualname__, self._function.__code__.co_firstlineno]
-        parts += sorted(_constants(self._function).items())
-        parts += [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in _sources(self._function)]
-        parts.append(os.environ.get("OPENCONV_LANE_BYTES"))
-        digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-        return cache_directory() / f"{self._function.__name__}-{digest}.bin"
 
-    def load_overload(self, signature: Any, target_context: Any) -> Any:
-        import pickle
-
-        from numba.core.compiler import CompileResult
-
-        target_context.refresh()
-        path = self._path(signature, target_context.codegen())
-        try:
-            owner, content = path.stat().st_uid, path.read_bytes()
-        except OSError:
-            return None
-        digest, data = content[:32], content[32:]
+def _load(path: Path, codegen: Any) -> tuple[Any, str] | None:
+    """What :func:`_save` wrote, or None if there is nothing to trust."""
+    try:
+        owner, content = path.stat().st_uid, path.read_bytes()
+        head, _, body = content.partition(b"\n")
+        fields = json.loads(head)
         foreign = hasattr(os, "getuid") and owner != os.getuid()
-        if foreign or hashlib.sha256(data).digest() != digest:
-            return None  # unpickling runs code: nobody else's, and nothing damaged
-        return CompileResult._rebuild(target_context, *pickle.loads(data))
+        if foreign or hashlib.sha256(body).hexdigest() != fields["digest"]:
+            return None
+        code, bitcode = body[: fields["object"]], body[fields["object"] :]
+        return codegen.unserialize_library((fields["library"], "object", (code, bitcode))), fields["symbol"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
-    def save_overload(self, signature: Any, compile_result: Any) -> None:
-        from numba.core.serialize import dumps
 
-        path = self._path(signature, compile_result.codegen)
-        data = dumps(compile_result._reduce())
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_atomic(path, hashlib.sha256(data).digest() + data)
-        except OSError:
-            return  # a read-only home: the kernel works, and is compiled again next time
+def _save(path: Path, library: Any, symbol: str) -> None:
+    name, _, (code, bitcode) = library.serialize_using_object_code()
+    digest = hashlib.sha256(code + bitcode).hexdigest()
+    head = {"library": name, "symbol": symbol, "object": len(code), "digest": digest}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomic(path, json.dumps(head).encode() + b"\n" + code + bitcode)
+    except OSError:
+        return  # a read-only home: the kernel works, and is compiled again next time
 
 
 def _constants(function: Callable[..., Any]) -> dict[str, str]:
@@ -220,8 +229,8 @@ def _sources(function: Callable[..., Any]) -> list[Path]:
     pending, seen = [sys.modules[function.__module__]], {}
     while pending:
         module = pending.pop()
-        if module.__name__ not in seen and getattr(module, "__file__", None):
-            seen[module.__name__] = Path(module.__file__)
+        if module.__name__ not in seen and (file := getattr(module, "__file__", None)):
+            seen[module.__name__] = Path(file)
             pending += reached(module)
     return [seen[name] for name in sorted(seen)]
 

@@ -72,7 +72,8 @@ class Policy:
         """This policy where it says something, ``base`` elsewhere."""
         if self == DEFAULT:
             return base
-        return replace(base, **{f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default})
+        said = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        return replace(base, **said)
 
     def for_backward(self) -> Policy:
         """The policy of a backward pass: an engine forced on the forward pass is preferred there, not required."""
@@ -89,7 +90,8 @@ def _flag(text: str) -> bool:
 
 DEFAULT = Policy()
 # The environment is read once: a look at it costs as much as the rest of a plan's key.
-_current: ContextVar[Policy] = ContextVar("openconv_policy", default=Policy(engine=os.environ.get("OPENCONV_ENGINE") or None))
+_AT_START = Policy(engine=os.environ.get("OPENCONV_ENGINE") or None)
+_current: ContextVar[Policy] = ContextVar("openconv_policy", default=_AT_START)
 
 
 def current_policy() -> Policy:
