@@ -247,7 +247,7 @@ def tensors(problem: Problem, seed: int = 0, *, integers: bool = False) -> tuple
 
 
 def _at_most(a: Tensor, high: float) -> Tensor:
-    return torch.where(a > high, torch.full_like(a, high), a)
+    return a if high == math.inf else torch.where(a > high, torch.full_like(a, high), a)
 
 
 FORMULAS: dict[str, Any] = {
@@ -321,7 +321,8 @@ def _accumulator(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
         return torch.complex(re, im)
     total = _sums(problem, a.double(), b.double())
     if not a.is_floating_point():
-        assert _magnitude(problem, a, b).max() < 2**53, "the sums are too large for exact float64"
+        exact = problem.is_empty or _magnitude(problem, a, b).max() < 2**53
+        assert exact, "the sums are too large for exact float64"
         return total.long()
     return total
 
@@ -379,7 +380,7 @@ def _walk(problem: Problem, total: Tensor, error: Tensor | None, operands: Seque
         if isinstance(expr, Acc):
             return total, 0.0 if error is None else error
         if isinstance(expr, Const):
-            return torch.tensor(expr.value).to(total.dtype), 0.0
+            return torch.tensor(expr.value, dtype=torch.float64).to(total.dtype), 0.0
         if isinstance(expr, Operand):
             value = values[expr.name].to(total.dtype)
             return value.view(-1, *(1,) * (total.dim() - 2)) if expr.kind == "channel" else value, 0.0
@@ -403,6 +404,17 @@ def _walk(problem: Problem, total: Tensor, error: Tensor | None, operands: Seque
 
     value, carried = visit(problem.epilogue.expr)
     return value.expand(total.shape), torch.as_tensor(carried, dtype=torch.float64).expand(total.shape)
+
+
+@contextmanager
+def _repeatable(where: str) -> Iterator[None]:
+    """Any error inside the block ends with the command that repeats it."""
+    try:
+        yield
+    except Exception as error:
+        if where not in str(error):
+            error.add_note(where)
+        raise
 
 
 def repro(problem: Problem, seed: int, engine: str | None = None) -> str:
@@ -554,9 +566,10 @@ class Run:
 def run_engine(engine: Engine, problem: Problem, seed: int = 0, **options: Any) -> Run:
     """Build the engine for the problem's core, run it once and look at the margins. ``inputs`` replaces the random
     tensors, ``candidate`` the default knobs, ``integers`` the random floats."""
-    run = Run(engine, problem, seed, **options)
-    run.call()
-    run.check_margins()
+    with _repeatable(repro(problem, seed, engine.name)):
+        run = Run(engine, problem, seed, **options)
+        run.call()
+        run.check_margins()
     return run
 
 
@@ -629,15 +642,22 @@ def check_determinism(engine: Engine, problem: Problem, seed: int = 0) -> None:
 
 def check_batch_invariance(engine: Engine, problem: Problem, seed: int = 0) -> bool:
     """With the knobs that a policy of batch invariance leads to, images alone and the same images within a batch give
-    the same bits. Returns whether there are such knobs."""
+    the same bits, whatever the number of threads. Returns whether there are such knobs."""
+    assert problem.direction != "wgrad", "a wgrad sums over the batch"
+    claims = []
+    for count in sorted({1, 2, torch.get_num_threads()}):
+        with threads(count):
+            claims.append(_check_batch_invariance(engine, problem, seed))
+    return all(claims)
 
+
+def _check_batch_invariance(engine: Engine, problem: Problem, seed: int) -> bool:
     def claiming(problem: Problem) -> Candidate | None:
         try:
             return choose(core_of(problem), this_device(), Policy(engine=engine.name, batch_invariant=True))
         except UnsupportedProblem:
             return None
 
-    assert problem.direction != "wgrad", "a wgrad sums over the batch"
     whole = claiming(problem)
     if whole is None:
         return False
@@ -651,8 +671,8 @@ def check_batch_invariance(engine: Engine, problem: Problem, seed: int = 0) -> b
             images = to_layout(run.a[first : first + size].clone(), layout)
             alone = run_engine(engine, part, seed, candidate=candidate, inputs=(images, run.b, run.operands))
             assert torch.equal(_bits(alone.out), _bits(run.out[first : first + size])), (
-                f"images {first} to {first + size - 1} alone [{candidate.knobs}] and within a batch of {problem.n} "
-                f"[{whole.knobs}] differ; {run.where}"
+                f"with {torch.get_num_threads()} threads, images {first} to {first + size - 1} alone "
+                f"[{candidate.knobs}] and within a batch of {problem.n} [{whole.knobs}] differ; {run.where}"
             )
     return True
 
@@ -716,19 +736,21 @@ def check_plan(
 ) -> None:
     """The planned call is right, on an engine of choice or on the one that the heuristic picks. ``strided`` hands it
     tensors whose memory is in no layout."""
-    plan = plan_for(problem, this_device(), Policy(engine=engine))
-    a, b, operands = tensors(problem, seed, integers=integers)
-    if strided:
-        a, b, operands = _strided(a), _strided(b), tuple(map(_strided, operands))
-    kept = [value.clone() for value in (a, b, *operands)]
-    out = plan(a, b, operands)
-    context = f"{'; '.join(plan.steps)}\n{repro(problem, seed, engine)}{' --strided' * strided}"
-    for value, before in zip((a, b, *operands), kept, strict=True):
-        assert torch.equal(_bits(value), _bits(before)), f"an input changed; {context}"
-    traits = plan.candidate.traits if plan.candidate else None
-    mixing = None if traits is None or traits.plain_sum else traits.error_bound
-    exact = integers and mixing is None and _is_exact(problem.epilogue)
-    assert_right(problem, out, a, b, operands, exact=exact, mixing=mixing, context=context)
+    where = repro(problem, seed, engine) + " --strided" * strided
+    with _repeatable(where):
+        plan = plan_for(problem, this_device(), Policy(engine=engine))
+        a, b, operands = tensors(problem, seed, integers=integers)
+        if strided:
+            a, b, operands = _strided(a), _strided(b), tuple(map(_strided, operands))
+        kept = [value.clone() for value in (a, b, *operands)]
+        out = plan(a, b, operands)
+        context = f"{'; '.join(plan.steps)}\n{where}"
+        for value, before in zip((a, b, *operands), kept, strict=True):
+            assert torch.equal(_bits(value), _bits(before)), f"an input changed; {context}"
+        traits = plan.candidate.traits if plan.candidate else None
+        mixing = None if traits is None or traits.plain_sum else traits.error_bound
+        exact = integers and mixing is None and _is_exact(problem.epilogue)
+        assert_right(problem, out, a, b, operands, exact=exact, mixing=mixing, context=context)
 
 
 def _is_exact(epilogue: Epilogue) -> bool:

@@ -263,6 +263,25 @@ def test_in_place_gives_the_same_bits(epilogue):
         assert all(torch.equal(operands[name], kept[name]) for name in kept)
 
 
+@pytest.mark.parametrize("text", ["+add(1)", "+mul(3)+sub(2)", "+clamp(0,6)", "+clamp(-2)", "+max(0)", "+=sub(2,acc)"])
+def test_whole_constants_keep_integers_exact(text):
+    """A constant is stored as a float; 2**40 + 1 would not survive a detour through one of 24 bits."""
+    epilogue = Epilogue.parse(text)
+    x = torch.arange(-60, 60).view(SHAPE) * 2**34 + 1
+    wanted = by_formula(epilogue.expr, x, {})
+    for got in (evaluate(epilogue, x, {}), evaluate_(epilogue, x.clone(), {})):
+        assert got.dtype == torch.int64
+        assert torch.equal(got, wanted)
+
+
+def test_equal_constants_compute_the_same():
+    """-0 prints as 0 and is equal to it, so that a plan for one may be used for the other."""
+    zeros = [Epilogue(acc / Const(value)) for value in (0.0, -0.0)]
+    if zeros[0] == zeros[1]:
+        x = accumulator()
+        assert torch.equal(evaluate(zeros[0], x, {}), evaluate(zeros[1], x, {}))
+
+
 @pytest.mark.parametrize(
     "text", ["+bias+relu", "+scale+bias+residual+silu", "+sub(1)+div(s.a)+clamp(0,6)", "+elu+hardswish+tanh+sigmoid"]
 )

@@ -148,18 +148,10 @@ class Const(Expr):
     value: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", float(self.value))
-        if math.isnan(self.value):
-            raise ValueError("an epilogue constant is NaN; wanted a number or an infinity")
+        object.__setattr__(self, "value", _constant(self.value))
 
     def __str__(self) -> str:
         return repr(int(self.value)) if self.value.is_integer() and abs(self.value) < 2**53 else repr(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Const) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
 
 
 @dataclass(frozen=True)
@@ -195,7 +187,7 @@ class Node(Expr):
             raise ValueError(f"{self.op} takes {spec.values} value(s), got {len(self.args)}")
         if len(self.params) > len(spec.params):
             raise ValueError(f"{self.op} takes {len(spec.params)} parameter(s), got {len(self.params)}")
-        full = tuple(float(p) for p in self.params) + spec.params[len(self.params) :]
+        full = tuple(_constant(p) for p in self.params) + spec.params[len(self.params) :]
         object.__setattr__(self, "params", full)
 
     @property
@@ -211,6 +203,13 @@ class Node(Expr):
         while texts and texts[-1] == str(Const(spec.params[len(texts) - 1])):
             texts.pop()
         return texts
+
+
+def _constant(value: float) -> float:
+    """A float that is equal only to one that computes the same: not NaN, and 0 rather than -0."""
+    if math.isnan(value):
+        raise ValueError("an epilogue constant is NaN; wanted a number or an infinity")
+    return float(value) + 0.0
 
 
 acc = Acc()

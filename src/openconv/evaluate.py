@@ -29,7 +29,7 @@ _FUNCTIONS: dict[str, _Function] = {
     "relu": torch.relu,
     "leaky_relu": F.leaky_relu,
     "elu": F.elu,
-    "clamp": lambda a, low, high: torch.clamp(a, **_ends(low, high)) if _ends(low, high) else a,
+    "clamp": lambda a, low, high: _clamp(torch.clamp, a, low, high),
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "silu": F.silu,
@@ -46,7 +46,7 @@ _IN_PLACE: dict[str, _Function] = {
     "relu": torch.relu_,
     "leaky_relu": F.leaky_relu_,
     "elu": F.elu_,
-    "clamp": lambda a, low, high: a.clamp_(**_ends(low, high)) if _ends(low, high) else a,
+    "clamp": lambda a, low, high: _clamp(torch.clamp_, a, low, high),
     "sigmoid": torch.sigmoid_,
     "tanh": torch.tanh_,
     "silu": lambda a: F.silu(a, inplace=True),
@@ -80,7 +80,8 @@ def evaluator_(epilogue: Epilogue) -> Callable[[Tensor, Mapping[str, Tensor]], T
     def run(accumulator: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
         value = accumulator
         for function, rest, params in steps:
-            value = function(value, *[_value(arg, accumulator, operands) for arg in rest], *params)
+            others = [_value(arg, accumulator, operands) for arg in rest]
+            value = function(value, *others, *(_number(p, accumulator) for p in params))
         return value
 
     return run
@@ -108,7 +109,7 @@ def _value(expr: Expr, accumulator: Tensor, operands: Mapping[str, Tensor]) -> T
     if isinstance(expr, Acc):
         return accumulator
     if isinstance(expr, Const):
-        return expr.value  # type: ignore[return-value]  # torch takes numbers wherever it takes tensors
+        return _number(expr.value, accumulator)  # type: ignore[return-value]  # torch takes numbers for tensors
     if isinstance(expr, Operand):
         value = operands[expr.name]
         return value.view(-1, *(1,) * (accumulator.dim() - 2)) if expr.kind == "channel" else value
@@ -116,12 +117,19 @@ def _value(expr: Expr, accumulator: Tensor, operands: Mapping[str, Tensor]) -> T
     args = [_value(arg, accumulator, operands) for arg in expr.args]
     if not any(isinstance(arg, Tensor) for arg in args):
         args[0] = torch.as_tensor(args[0], dtype=accumulator.dtype, device=accumulator.device)
-    return _FUNCTIONS[expr.op](*args, *expr.params)
+    return _FUNCTIONS[expr.op](*args, *(_number(p, accumulator) for p in expr.params))
 
 
-def _ends(low: float, high: float) -> dict[str, float]:
-    """The limits that limit something. torch would make an integer tensor with a limit of infinity a float one."""
-    return {name: v for name, v, open_ in (("min", low, -math.inf), ("max", high, math.inf)) if v != open_}
+def _number(value: float, like: Tensor) -> float:
+    """A whole number as an int where the tensor holds integers, which a float would turn into floats."""
+    whole = value.is_integer() and not like.is_floating_point() and not like.is_complex()
+    return int(value) if whole else value
+
+
+def _clamp(function: _Function, a: Tensor, low: float, high: float) -> Tensor:
+    # Only the limits that limit something: torch wants one at least, and an infinite one makes integers floats.
+    ends = {name: v for name, v, none in (("min", low, -math.inf), ("max", high, math.inf)) if v != none}
+    return function(a, **ends) if ends else a
 
 
 def _tensors(a: Tensor | float, b: Tensor | float) -> tuple[Tensor, Tensor]:

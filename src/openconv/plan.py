@@ -170,6 +170,7 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
         inputs.reverse()  # dgrad takes (dy, w)
     (a_dtype, a_layout), (b_dtype, b_layout) = ((DTYPES[core.dtypes[at]], core.layouts[at]) for at in inputs)
     out_dtype, core_dtype = DTYPES[problem.result_dtype], DTYPES[core.result_dtype]
+    out_layout = problem.layouts[problem.result]
     names = [operand.name for operand in problem.epilogue.operands]
     bias_at = names.index(bias) if bias else -1
     complex_ = problem.dtypes[0].startswith("complex")
@@ -192,11 +193,11 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
             re, im = real(ar, br, None).sub_(real(ai, bi, None)), real(ar, bi, None).add_(real(ai, br, None))
             values = {name: v.to(torch.complex128 if core_dtype == torch.float64 else torch.complex64)
                       for name, v in values.items()}  # fmt: skip
-            return evaluate(rest, torch.complex(re, im), values).to(out_dtype)
+            return to_layout(evaluate(rest, torch.complex(re, im), values).to(out_dtype), out_layout)
         values = {name: value.to(core_dtype) for name, value in values.items()}
         vector = values[bias].contiguous() if bias else None
         out = real(to_layout(a.to(a_dtype), a_layout), to_layout(b.to(b_dtype), b_layout), vector)
-        return finish(out, values).to(out_dtype)
+        return to_layout(finish(out, values).to(out_dtype), out_layout)  # an operand may have led to its own strides
 
     return simple if plain else general
 
@@ -207,7 +208,7 @@ def _empty_call(problem: Problem) -> Any:
 
     def run(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
         out = empty(shape, dtype, layout, a.device).zero_()
-        return evaluate(problem.epilogue, out, dict(zip(names, operands, strict=True))).to(dtype)
+        return to_layout(evaluate(problem.epilogue, out, dict(zip(names, operands, strict=True))).to(dtype), layout)
 
     return run
 

@@ -46,7 +46,7 @@ BATCHES = (
     "n5 c32 h14 w14 k24 r1 s1 stride2",
     "n4 c3 h32 w32 k40 r8 s8 stride8",
 )
-SIZED = "n3 c64 h20 w20 k48 r1 s1", "n3 c16 h24 w24 k32 r4 s4 stride4", "n3 c32 h24 w24 k32 r1 s1 stride2"
+SIZED = "n3 c48 h16 w16 k32 r1 s1", "n3 c12 h24 w24 k32 r4 s4 stride4", "n3 c32 h22 w22 k24 r1 s1 stride2"
 
 
 def taken(directions=DIRECTIONS, dtypes=("f32",), layouts=LAYOUTS):
@@ -137,7 +137,7 @@ def test_a_1x1_filter_needs_no_workspace(layout):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_limit_on_the_workspace_is_kept(direction):
-    for text in (*SIZED, "n3 c640 h3 w3 k1024 r1 s1"):
+    for text in SIZED:
         for layout in LAYOUTS:
             check_workspace_limits(ENGINE, make(text, direction, layout=layout))
 

@@ -61,6 +61,7 @@ def test_products_of_bytes_in_wider_sums():
         check_engine(ENGINE, make(PROBLEMS["3x3"], direction, dtypes))
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_every_dtype_is_computed_or_refused_by_name(dtype):
     problem = make("n1 c3 h5 w6 k2 r3 s3", dtype=dtype)

@@ -19,10 +19,11 @@ __all__ = ["Gemm1x1"]
 
 
 @dataclass(frozen=True)
-class Folding(Knobs):
-    """``fold``: gather the pixels of all images into one matrix, rather than one product for each image."""
+class Images(Knobs):
+    """``together``: how images meet in a product. ``batched``: one batched call; ``folded``: their pixels side by side
+    in one matrix, which nhwc has anyway; ``alone``: one call for each, whose bits then depend on no other image."""
 
-    fold: bool
+    together: str
 
 
 class Gemm1x1(Engine):
@@ -54,26 +55,26 @@ class Gemm1x1(Engine):
         if not pointwise and problem.groups > 1 and problem.layouts[0] == "nhwc":
             yield f"groups is {problem.groups}; patches in nhwc need one group"
 
-    def traits(self, problem: Problem, knobs: Folding) -> Traits:
-        alone = problem.direction == "wgrad" or not knobs.fold
+    def traits(self, problem: Problem, knobs: Images) -> Traits:
+        alone = problem.direction == "wgrad" or knobs.together == "alone"
         return Traits(problem.result_dtype, sum_error(problem), batch_invariant=alone)
 
-    def workspace_bytes(self, problem: Problem, device: Device, knobs: Folding) -> int:
+    def workspace_bytes(self, problem: Problem, device: Device, knobs: Images) -> int:
         return sum(region.bytes for region in _regions(problem, knobs))
 
-    def knobs(self, problem: Problem, device: Device) -> Iterable[Folding]:
+    def knobs(self, problem: Problem, device: Device) -> Iterable[Images]:
         if problem.layouts[0] == "nhwc":
-            return (Folding(fold=problem.n > 1), Folding(fold=False))
+            return (Images("folded"), Images("alone"))
         # A product for each image streams the filters through the cache again. Where they do not stay there and an
         # image has too few pixels to pay for it, gathering the pixels of the batch is cheaper (1.3 times at 7x7).
         filters = prod(problem.w_shape) * DTYPE_BYTES[problem.result_dtype]
         few = problem.n > 1 and prod(problem.out) < 64 and problem.groups == 1
-        fold = few and filters > device.cache_bytes * 3 // 4
-        return (Folding(fold), Folding(False)) if fold else (Folding(False),)
+        usual = ("folded", "batched") if few and filters > device.cache_bytes * 3 // 4 else ("batched",)
+        return tuple(Images(way) for way in (*usual, "alone"))
 
-    def cost(self, problem: Problem, device: Device, knobs: Folding) -> float:
+    def cost(self, problem: Problem, device: Device, knobs: Images) -> float:
         size = DTYPE_BYTES[problem.result_dtype]
-        images = 1 if knobs.fold else problem.n
+        images = 1 if knobs.together == "folded" else problem.n
         pixels = problem.n * prod(problem.out) // images
         c, k = prod(problem.w_shape[1:]), problem.k // problem.groups
         m, n, depth = {"fprop": (k, pixels, c), "dgrad": (c, pixels, k), "wgrad": (k, c, pixels)}[problem.direction]
@@ -81,7 +82,7 @@ class Gemm1x1(Engine):
         copied = sum(region.elements for region in _regions(problem, knobs)) * size * 2
         return products + copied / device.bandwidth + problem.min_bytes / device.bandwidth * 0.5
 
-    def build(self, problem: Problem, device: Device, knobs: Folding) -> Runner:
+    def build(self, problem: Problem, device: Device, knobs: Images) -> Runner:
         return (_build_nchw if problem.layouts[0] == "nchw" else _build_nhwc)(problem, knobs)
 
 
@@ -90,11 +91,11 @@ def _in_place(problem: Problem) -> bool:
     return prod(problem.filter) == 1 and prod(problem.stride) == 1
 
 
-def _regions(problem: Problem, knobs: Folding) -> tuple[Region, Region, Region]:
+def _regions(problem: Problem, knobs: Images) -> tuple[Region, Region, Region]:
     """The parts of the workspace: patches of x, pixels of y gathered from all images, filters in another order."""
     size = DTYPE_BYTES[problem.result_dtype]
     pixels = problem.n * prod(problem.out)
-    gather = knobs.fold and problem.layouts[0] == "nchw"
+    gather = knobs.together == "folded" and problem.layouts[0] == "nchw"
     patches = Region(problem.c * prod(problem.filter) * pixels if gather or not _in_place(problem) else 0, size)
     outputs = Region(problem.k * pixels if gather else 0, size)
     reorder = problem.layouts[0] != problem.layouts[1] and prod(problem.filter) > 1
@@ -109,15 +110,16 @@ def _patches(x: Tensor, problem: Problem) -> Tensor:
     return x
 
 
-def _build_nchw(problem: Problem, knobs: Folding) -> Runner:
+def _build_nchw(problem: Problem, knobs: Images) -> Runner:
     dtype, groups, rank = DTYPES[problem.result_dtype], problem.groups, problem.rank
     N, K, out = problem.n, problem.k, prod(problem.out)
     depth, kg = prod(problem.w_shape[1:]), K // groups
+    fold = knobs.together == "folded"
     regions, direction = _regions(problem, knobs), problem.direction
     outs, taps = tuple(range(2, 2 + rank)), tuple(range(2 + rank, 2 + 2 * rank))
     # (N, C, taps, outputs) from the order of _patches; with folding the images stand in front of the outputs.
-    order = (1, *taps, 0, *outs) if knobs.fold else (0, 1, *taps, *outs)
-    copied = knobs.fold or not _in_place(problem)
+    order = (1, *taps, 0, *outs) if fold else (0, 1, *taps, *outs)
+    copied = fold or not _in_place(problem)
 
     def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
         columns, gathered, filters = Region.split(workspace, regions, dtype)
@@ -126,23 +128,23 @@ def _build_nchw(problem: Problem, knobs: Folding) -> Runner:
         windows = _patches(x, problem).permute(order) if copied else x
         if copied and direction != "dgrad":
             columns.view(windows.shape).copy_(windows)
-        images = 1 if knobs.fold else N
+        images = 1 if fold else N
         xs = (columns if copied else x).view(images, groups, depth, -1)
-        planes = gathered if knobs.fold else y
-        if knobs.fold and direction != "fprop":
+        planes = gathered if fold else y
+        if fold and direction != "fprop":
             gathered.view(K, N, out).copy_(y.view(N, K, out).transpose(0, 1))
         ys = planes.view(images, groups, kg, -1)
         if direction == "fprop":
-            multiply_images(weights, xs, ys)
+            _multiply(weights, xs, ys, knobs)
         elif direction == "dgrad":
-            multiply_images(weights.transpose(1, 2), ys, xs)
+            _multiply(weights.transpose(1, 2), ys, xs, knobs)
         else:
             torch.bmm(ys[0], xs[0].transpose(1, 2), out=weights)
             for n in range(1, images):
                 torch.baddbmm(weights, ys[n], xs[n].transpose(1, 2), out=weights)
         if direction == "wgrad":
             store_filter_matrix(weights, w, problem, "nchw")
-        elif direction == "fprop" and knobs.fold:
+        elif direction == "fprop" and fold:
             y.view(N, K, out).copy_(gathered.view(K, N, out).transpose(0, 1))
         elif direction == "dgrad" and copied:
             _scatter(x, windows, columns, problem)
@@ -150,23 +152,23 @@ def _build_nchw(problem: Problem, knobs: Folding) -> Runner:
     return run
 
 
-def multiply_images(weights: Tensor, images: Tensor, out: Tensor) -> None:
-    """out[n, g] = weights[g] * images[n, g]: one batched call for all images, or with groups one for each."""
-    if len(weights) == 1:
+def _multiply(weights: Tensor, images: Tensor, out: Tensor, knobs: Images) -> None:
+    """out[n, g] = weights[g] * images[n, g]."""
+    if len(weights) == 1 and knobs.together != "alone":
         torch.bmm(weights.expand(len(images), -1, -1), images[:, 0], out=out[:, 0])
     else:
         for source, target in zip(images, out, strict=True):
             torch.bmm(weights, source, out=target)
 
 
-def _build_nhwc(problem: Problem, knobs: Folding) -> Runner:
+def _build_nhwc(problem: Problem, knobs: Images) -> Runner:
     dtype, groups, rank = DTYPES[problem.result_dtype], problem.groups, problem.rank
     N, K = problem.n, problem.k
     depth, kg = prod(problem.w_shape[1:]), K // groups
     regions, direction = _regions(problem, knobs), problem.direction
     outs, taps = tuple(range(2, 2 + rank)), tuple(range(2 + rank, 2 + 2 * rank))
     copied = not _in_place(problem)
-    images = 1 if knobs.fold else N
+    images = 1 if knobs.together == "folded" else N
 
     def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
         rows, _, filters = Region.split(workspace, regions, dtype)

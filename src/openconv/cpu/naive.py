@@ -21,6 +21,9 @@ from ..tensors import DTYPES
 __all__ = ["Naive"]
 
 
+_KNOWN = ("f32", "f64", "i64", "i32", "i16", "i8", "u8")
+
+
 class Naive(Engine):
     """The definition written down: each output sums its own products, one after the other.
 
@@ -36,7 +39,9 @@ class Naive(Engine):
     name = "cpu.naive"
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
-        yield from ()
+        unknown = [name for name in problem.dtypes if name not in _KNOWN]
+        if unknown:
+            yield f"dtype is {unknown[0]}; wanted {', '.join(_KNOWN)}, or one that is cast to these"
 
     def traits(self, problem: Problem, knobs: Any) -> Traits:
         # One rounding to the result's type behind a sum in f64: half a unit in the last place, and a little.
