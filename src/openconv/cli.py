@@ -20,7 +20,6 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="openconv",
-    help="An open convolution engine for PyTorch: readable kernels, explained choices, measured speed.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,16 +27,33 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        typer.echo(f"openconv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """An open convolution engine for PyTorch: readable kernels, explained choices, measured speed."""
+
+
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Turn what a user can cause into one line and exit code 2."""
+def _one_line_errors(*others: type[Exception]) -> Iterator[None]:
+    """Turn what a user can cause, which is an OSError or one of the others, into one line and exit code 2."""
     try:
         yield
     except FileNotFoundError as error:
         _fail(f"there is no file {error.filename!r}" if error.filename else str(error))
     except OSError as error:
         _fail(f"{error.strerror}: {error.filename!r}" if error.strerror and error.filename else str(error))
-    except (ValueError, TypeError, RuntimeError) as error:
+    except others as error:
         _fail(str(error) or type(error).__name__)
 
 
@@ -84,7 +100,7 @@ def explain(
     """
     from .explanation import explain as explain_problem
 
-    with _one_line_errors():
+    with _one_line_errors(ValueError, TypeError, RuntimeError):
         found = explain_problem(
             " ".join(problem), engine=engine, max_workspace=_bytes(max_workspace), accuracy=accuracy,
             precision=precision, batch_invariant=batch_invariant or None, device=device, measure=measure, budget=budget,
@@ -137,7 +153,8 @@ def filter_(
 ) -> None:
     """Convolve a picture with a kernel.
 
-    Kernels: identity, box, gaussian, blur, sharpen, edge, emboss, sobel, or one from a file. Grey, RGB and alpha of 8 or 16 bits; colours are filtered one by one, alpha stays as it is.
+    Kernels: identity, box, gaussian, blur, sharpen, edge, emboss, sobel, or one from a file. Grey, RGB and alpha of 8
+    or 16 bits; colours are filtered one by one, alpha stays as it is.
     """
     from .explanation import explain as explain_problem
     from .pictures import (
@@ -153,7 +170,7 @@ def filter_(
     from .units import seconds_text
 
     console = Console(highlight=False)
-    with _one_line_errors():
+    with _one_line_errors(ValueError, TypeError, RuntimeError):
         picture_format(output)
         if not output.parent.is_dir():
             raise ValueError(f"there is no folder {str(output.parent)!r} to write into; make it first")

@@ -233,7 +233,9 @@ def _trial() -> Iterator[Finding]:
             assert plan.candidate is not None
             right = error_ <= allowed_error(taken[0], plan.candidate.traits)
             text = f"runs, error {error_:.0e}" if right else f"wrong result on '{taken[0]}': error {error_:.1e}"
-            yield Finding("engines", engine.name, text, OK if right else BROKEN, "" if right else "report this machine")
+            yield Finding(
+                "engines", engine.name, text, OK if right else BROKEN, "" if right else "report it with this output"
+            )
         except Exception as error:
             yield Finding("engines", engine.name, f"{type(error).__name__}: {error}", BROKEN, "reinstall openconv")
 

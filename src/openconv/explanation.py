@@ -36,7 +36,7 @@ from .plan import device_of, lower, make_plan, plan_for
 from .problem import DIRECTIONS, Gemm, Problem
 from .reference import allowed_error, error_of, random_inputs
 from .select import Candidate, Policy, current_policy, rank
-from .tensors import NAMES, in_layout
+from .tensors import DTYPES, NAMES, in_layout
 from .torch_ops import epilogue_of, problem_of
 from .units import bytes_text, count_text, percent_text, seconds_text
 
@@ -139,7 +139,7 @@ class Explanation:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=118, color_system=None, force_terminal=False, legacy_windows=False)
+        console = Console(file=io.StringIO(), width=120, color_system=None, force_terminal=False, legacy_windows=False)
         console.print(self)
         text: str = console.file.getvalue()  # type: ignore[attr-defined]
         return "\n".join(line.rstrip() for line in text.splitlines())
@@ -215,7 +215,7 @@ class _Call:
 def _place(asked: str | torch.device | Device | None, found: torch.device) -> tuple[Device, torch.device]:
     """The Device that is chosen for, and the torch device that stands for it."""
     if isinstance(asked, Device):
-        return asked, torch.device(asked.kind)
+        return asked, torch.device(asked.kind if asked.kind == "cuda" else "cpu")
     place = torch.device(asked) if asked is not None else found
     return device_of(place), place
 
@@ -233,11 +233,12 @@ def _read_call(subject: Any, args: tuple[Any, ...], kwargs: dict[str, Any], poli
             got = f"of {weight.ndim} axes" if isinstance(weight, Tensor | np.ndarray) else repr(weight)
             raise TypeError(f"explain: the weight is {got}; wanted a tensor of 3, 4 or 5 axes behind the input")
         return _bind(f"conv{weight.ndim - 2}d", (subject, *args), kwargs, policy)
-    name = getattr(subject, "__name__", "")
-    if callable(subject) and _FUNCTION.fullmatch(name):
-        return _bind(name, args, kwargs, policy)
+    for name in functional.__all__:
+        if any(subject is getattr(place, name) for place in (functional, F, torch)):
+            return _bind(name, args, kwargs, policy)
+    got = getattr(subject, "__name__", type(subject).__name__)
     raise TypeError(
-        f"explain: got {name or type(subject).__name__}; wanted a Problem or its text, a convolution function "
+        f"explain: got {got}; wanted a Problem or its text, a convolution function "
         "(conv1d to conv_transpose3d) with its arguments, an input and a weight, or a convolution module with its input"
     )
 
@@ -371,10 +372,14 @@ def _steps(call: _Call, device: Device, policy: Policy, best: Candidate) -> tupl
 
 def _copies(call: _Call, core: Problem, steps: Sequence[str]) -> Iterator[str]:
     """Inputs whose strides are not those that the engine reads, and that the plan does not know of: it only sees
-    layouts, and an image next to a channels_last filter counts as channels_last."""
+    layouts, and an image next to a channels_last filter counts as channels_last. A cast is a copy already, and may
+    close gaps; complex tensors are taken apart anyway."""
     for name, tensor in (call.inputs or {}).items():
-        layout = core.layouts["xwy".index(name)]
-        if not in_layout(tensor, layout) and not any(step.startswith(f"copy {name} ") for step in steps):
+        layout, dtype = core.layouts["xwy".index(name)], DTYPES[core.dtypes["xwy".index(name)]]
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if tensor.is_complex() or in_layout(like.to(dtype), layout):
+            continue
+        if not any(step.startswith(f"copy {name} ") for step in steps):
             size = bytes_text(tensor.numel() * tensor.element_size())
             yield f"copy {name} to {layout}, {size}: its strides are {tuple(tensor.stride())}"
 
@@ -405,6 +410,8 @@ def _measure(problem: Problem, device: Device, place: torch.device, policy: Poli
     found: dict[str, tuple[float | None, float | None, str]] = {}
     if not candidates:
         return found
+    if place.type == "cuda" and not torch.cuda.is_available():
+        return {candidate.engine.name: (None, None, "not run: no CUDA device here") for candidate in candidates}
     inputs = random_inputs(problem, device=place)
     for candidate in candidates:
         name = candidate.engine.name
@@ -445,7 +452,7 @@ def _waiting(call: Callable[[], Tensor], place: torch.device) -> Callable[[], Te
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 
-def short_path(path: str) -> str:
+def _short_path(path: str) -> str:
     """Relative to the current directory if it lies below, else as it is."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
@@ -453,7 +460,7 @@ def short_path(path: str) -> str:
         return path
 
 
-_ROOMY = 112
+_ROOMY = 116
 """Columns that the full table of candidates needs; below, what can be relied on is told line by line under it."""
 
 
@@ -496,7 +503,7 @@ def _render(told: Explanation, width: int) -> Iterator[RenderableType]:
     if width < _ROOMY:
         for c in told.candidates:
             knobs = "" if c.knobs == "-" else f"; {c.knobs}"
-            yield Padding(Text(f"{c.name}: adds in {c.accumulator}, same bits {_same_bits(c)}{knobs}"), (0, 0, 0, 2))
+            yield Padding(Text(f"{c.name}: adds in {c.accumulator}, same bits: {_same_bits(c)}{knobs}"), (0, 0, 0, 2))
     notes = [f"{c.name}: {c.note}" for c in told.candidates if c.note]
     fastest = told.fastest
     if best and fastest and fastest is not best and best.measured and fastest.measured:
@@ -515,10 +522,10 @@ def _render(told: Explanation, width: int) -> Iterator[RenderableType]:
 
 
 def _same_bits(candidate: CandidateReport) -> str:
-    """When the same inputs give the same bits."""
+    """When the same inputs give the same bits: in each run, and in any batch as well."""
     if not candidate.deterministic:
         return "no"
-    return "each run, any batch" if candidate.batch_invariant else "each run"
+    return "any batch" if candidate.batch_invariant else "each run"
 
 
 def _candidate_table(told: Explanation, *, roomy: bool) -> RenderableType:
@@ -532,7 +539,7 @@ def _candidate_table(told: Explanation, *, roomy: bool) -> RenderableType:
     for name in numbers if measured else [n for n in numbers if n not in ("measured", "error")]:
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("adds in", "same bits", "knobs") if roomy else ():
-        table.add_column(name)
+        table.add_column(name, no_wrap=name != "knobs", overflow="fold")
     for at, c in enumerate(told.candidates):
         cells = [c.name, seconds_text(c.predicted)]
         cells += [seconds_text(c.measured) if c.measured is not None else "-"] if measured else []
@@ -556,4 +563,4 @@ def _plain(value: object) -> str:
 
 def _link(path: str) -> str:
     target = Path(os.path.abspath(path)).as_uri()
-    return f"[link={target}]{_plain(short_path(path))}[/link]"
+    return f"[link={target}]{_plain(_short_path(path))}[/link]"

@@ -31,6 +31,7 @@ __all__ = [
     "FilterKernel",
     "Picture",
     "apply_kernel",
+    "encode_picture",
     "filter_picture",
     "filter_problem",
     "make_kernel",

@@ -19,7 +19,7 @@ from .problem import DIRECTIONS, LAYOUTS, Problem
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["EngineSupport", "support_markdown", "support_table"]
+__all__ = ["EngineSupport", "support_markdown", "support_rich", "support_table"]
 
 DTYPES = ("f32", "f64", "f16", "bf16", "complex64", "complex128", "i8", "i32")
 

@@ -88,6 +88,9 @@ def table(suite: str, records: list[Record]) -> Table:
         shown.add_column(column, justify="left" if words else "right")
     for r in records:
         problem = r.parsed()
+        if r.chosen not in r.seconds:
+            shown.add_row(r.label, problem.direction, str(problem.n), problem.layouts[0], f"{r.chosen} [red]WRONG")
+            continue
         best = min(r.engines, key=lambda e: r.seconds[e]["median"])
         ratios = [r.ratio(p) for p in peers]
         cells = [f"[{'green' if v >= 1 else 'red'}]{v:.2f}" if v else "-" for v in ratios]

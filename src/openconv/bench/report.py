@@ -84,6 +84,9 @@ def details(records: Sequence[Record]) -> str:
     head = ("problem", "engine", "us", "p20 to p80", *(f"{p} us" for p in peers), *(f"x {p}" for p in peers), "regret")
     rows = []
     for r in records:
+        if r.chosen not in r.seconds:
+            rows.append((f"`{r.problem}`", f"{r.chosen}: wrong"))
+            continue
         took = r.seconds[r.chosen]
         theirs = [f"{r.seconds[p]['median'] * 1e6:.0f}" if p in r.seconds else "" for p in peers]
         ratios = [f"{value:.2f}" if (value := r.ratio(p)) else "" for p in peers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 from collections.abc import Iterable
@@ -46,7 +47,9 @@ class Record:
 
     @property
     def regret(self) -> float:
-        """Time of the chosen engine over that of the fastest one."""
+        """Time of the chosen engine over that of the fastest one; infinite if the chosen one was wrong."""
+        if self.chosen not in self.seconds:
+            return math.inf
         return self.seconds[self.chosen]["median"] / min(self.seconds[e]["median"] for e in self.engines)
 
     def parsed(self) -> Problem:

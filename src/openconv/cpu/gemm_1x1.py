@@ -75,7 +75,7 @@ class Gemm1x1(Engine):
     def cost(self, problem: Problem, device: Device, knobs: Images) -> float:
         size = DTYPE_BYTES[problem.result_dtype]
         images = 1 if knobs.together == "folded" else problem.n
-        pixels = problem.n * prod(problem.out) // images
+        pixels = prod(problem.out) * (problem.n if images == 1 else 1)
         c, k = prod(problem.w_shape[1:]), problem.k // problem.groups
         m, n, depth = {"fprop": (k, pixels, c), "dgrad": (c, pixels, k), "wgrad": (k, c, pixels)}[problem.direction]
         products = images * problem.groups * gemm_seconds(device, m, n, depth, size)

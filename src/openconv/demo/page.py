@@ -6,7 +6,7 @@ import base64
 import io
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..units import ratio_text, seconds_text
 from .checks import EngineCheck
 from .filters import FilterResult
 
-__all__ = ["Findings", "draw_plot", "geometric_mean", "render_page"]
+__all__ = ["NEXT_COMMANDS", "Findings", "draw_plot", "findings_json", "geometric_mean", "render_page"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,36 +59,30 @@ _DARK = {"text": "#e6edf3", "grid": "#30363d", "fast": "#3fb98a", "slow": "#e085
 
 def draw_plot(records: Sequence[Record], *, dark: bool = False) -> bytes:
     """A PNG: for each layer how many times faster than PyTorch the chosen engine was, on a logarithmic axis."""
-    import matplotlib.pyplot as plt
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     shown = [(r, value) for r in records if (value := r.ratio("torch"))]
     colours = _DARK if dark else _LIGHT
     style = {"text.color": colours["text"], "axes.labelcolor": colours["text"], "xtick.color": colours["text"],
              "ytick.color": colours["text"], "font.size": 10, "font.family": "DejaVu Sans"}  # fmt: skip
-    with plt.rc_context(style):  # type: ignore[arg-type]
-        figure, axes = plt.subplots(figsize=(9.6, 0.36 * len(shown) + 1.1), dpi=140, layout="constrained")
+    with rc_context(style):  # type: ignore[arg-type]
+        figure = Figure(figsize=(9.6, 0.36 * len(shown) + 1.1), dpi=140, layout="constrained")
+        axes = figure.subplots()
         ratios = [value for _, value in shown]
         places = np.arange(len(shown))[::-1]
         bars = [colours["fast" if value >= 1 else "slow"] for value in ratios]
         axes.barh(places, [value - 1 for value in ratios], left=1, color=bars, height=0.62)
         for place, (record, value) in zip(places, shown, strict=True):
+            opencv = _over_torch(record, "opencv")
             text = f"{ratio_text(value)}  {record.chosen.partition('.')[2]}, {seconds_text(_seconds(record))}"
-            axes.annotate(
-                text, (max(value, 1), place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5
-            )
-        opencv = [
-            (value, place) for place, (r, _) in zip(places, shown, strict=True) if (value := _over_torch(r, "opencv"))
-        ]
-        if opencv:
-            label = "OpenCV"
-            axes.plot(
-                *zip(*opencv, strict=True), "D", color=colours["peer"], markersize=5, label=label, linestyle="none"
-            )
-            axes.legend(loc="lower right", frameon=False)
+            text += f"; OpenCV {ratio_text(opencv)}" if opencv else ""
+            where = (max(value, 1), place)
+            axes.annotate(text, where, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
         axes.axvline(1, color=colours["peer"], linewidth=1)
         axes.set_xscale("log")
-        axes.set_xlim(min(0.5, 0.8 * min(ratios)), 4 * max([*ratios, 2]))
+        axes.set_xlim(0.8 * min([*ratios, 0.6]), 4 * max([*ratios, 2]))
         axes.set_yticks(places, [record.label for record, _ in shown])
         axes.set_xlabel("times as fast as PyTorch")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -101,7 +95,6 @@ def draw_plot(records: Sequence[Record], *, dark: bool = False) -> bytes:
             side.set_visible(False)
         file = io.BytesIO()
         figure.savefig(file, format="png", transparent=dark, facecolor="none" if dark else "white")
-        plt.close(figure)
     return file.getvalue()
 
 
@@ -134,14 +127,16 @@ p { margin: 8px 0 16px; max-width: 76ch; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(220px, 1fr)); gap: 16px; margin: 28px 0 0; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 16px 20px; }
 .card b { display: block; font-size: 1.9rem; line-height: 1.2; letter-spacing: -0.02em; }
-.card.good b { color: var(--good); } .card.bad b { color: var(--bad); } .card.slow b { color: var(--slow); }
+.card.good b { color: var(--good); } .card.bad b { color: var(--bad); } .card.less b { color: var(--slow); }
 .card span { color: var(--soft); font-size: .92rem; }
-.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(400px, 1fr)); gap: 20px; margin: 16px 0; }
+.gallery { display: grid; gap: 20px; margin: 16px 0;
+           grid-template-columns: repeat(auto-fill, minmax(min(400px, 100%), 1fr)); }
 figure { margin: 0; } figure img { width: 100%; display: block; border-radius: 10px; border: 1px solid var(--line); }
 figcaption { font-size: .92rem; color: var(--soft); padding: 6px 2px; } figcaption b { color: var(--text); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; margin: 8px 0 16px; }
-th { text-align: left; white-space: nowrap; font-weight: 600; color: var(--soft); border-bottom: 1px solid var(--line); padding: 6px 10px; }
+th { text-align: left; font-weight: 600; white-space: nowrap; color: var(--soft); padding: 6px 10px;
+     border-bottom: 1px solid var(--line); }
 td { border-bottom: 1px solid var(--line); padding: 7px 10px; vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td small { color: var(--soft); }
@@ -172,7 +167,7 @@ def _card(number: str, text: str, kind: str) -> str:
 
 
 def _mean_card(value: float | None, text: str) -> str:
-    return _card(ratio_text(value), text, "good" if value >= 1 else "slow") if value else ""
+    return _card(ratio_text(value), text, "good" if value >= 1 else "less") if value else ""
 
 
 def _head(found: Findings) -> str:
@@ -341,21 +336,17 @@ def _why(found: Findings) -> str:
     )
 
 
-_COMMANDS: tuple[tuple[str, str], ...] = (
+NEXT_COMMANDS: tuple[tuple[str, str], ...] = (
     ('openconv explain "fprop n8 c64 h56 w56 k64 r3 s3 pad1" --measure', "which engine, why, how fast, how exact"),
     ("openconv filter photo.jpg --kernel sobel -o edges.png", "a filter on a picture of yours"),
     ("openconv engines", "what each engine takes and needs"),
     ("openconv doctor", "this machine and installation"),
 )
-
-
-def next_commands() -> tuple[tuple[str, str], ...]:
-    """What to run after the demonstration: command and what it shows."""
-    return _COMMANDS
+"""What to run after the demonstration, and what it shows."""
 
 
 def _next() -> str:
-    lines = "\n".join(f"{command:<72}# {text}" for command, text in _COMMANDS)
+    lines = "\n".join(f"{command:<72}# {text}" for command, text in NEXT_COMMANDS)
     calls = ['y = openconv.conv2d(x, w, padding=1, activation="relu")', "print(openconv.explain(x, w, padding=1))"]
     code = "\n".join(["import openconv", "", *calls])
     return (
@@ -366,8 +357,6 @@ def _next() -> str:
 
 def findings_json(found: Findings) -> dict[str, Any]:
     """The figures behind the page, for JSON."""
-    from dataclasses import asdict
-
     return {
         "machine": found.machine,
         "versions": found.versions,

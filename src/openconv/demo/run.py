@@ -27,7 +27,7 @@ from ..units import percent_text, ratio_text, seconds_text
 from .checks import EngineCheck, check_engines, check_problems
 from .filters import FILTERS, FilterResult, run_filter
 from .layers import race_layers
-from .page import Findings, draw_plot, findings_json, geometric_mean, next_commands, render_page
+from .page import NEXT_COMMANDS, Findings, draw_plot, findings_json, geometric_mean, render_page
 from .scene import make_scene
 
 __all__ = ["run_demo"]
@@ -93,7 +93,7 @@ def _busy(device: Device) -> str:
     cores = os.cpu_count() or 1
     if load <= 1.5 * max(cores, device.threads):
         return ""
-    return f"The machine is busy (load {load:.1f} on {cores} cores): take the times with care, or run again when it is idle."
+    return f"The machine is busy (load {load:.1f} on {cores} cores): the times say little; run again when it is idle."
 
 
 def _versions() -> str:
@@ -169,9 +169,7 @@ def _race_table(records: list[Record], *, roomy: bool) -> Table:
         rest = [", ".join(others + wrong)] if roomy else []
         table.add_row(record.label, record.chosen.partition(".")[2], *times, ratio, *rest)
     mean = geometric_mean(r.ratio("torch") for r in records if r.chosen not in r.wrong)
-    table.caption = (
-        f"geometric mean {ratio_text(mean)}; others: their time over that of the chosen engine" if mean else ""
-    )
+    table.caption = f"geometric mean {ratio_text(mean)}" if mean else ""
     return table
 
 
@@ -180,8 +178,9 @@ def _close(console: Console, found: Findings, page: Path) -> None:
         console.print(f"[bold red]wrong[/bold red] {line}", highlight=False)
     if found.busy:
         console.print(found.busy, style="yellow", highlight=False)
-    console.print(f"\nopen [bold]{page}[/bold]; the pictures, speed.png and results.json lie next to it")
+    console.print(f"\nopen [bold]{page}[/bold]", soft_wrap=True)
+    console.print("the pictures, speed.png and results.json lie next to it")
     console.print("what to run next:")
-    for command, text in next_commands():
+    for command, text in NEXT_COMMANDS:
         console.print(f"  [bold]{command}[/bold]", highlight=False)
         console.print(f"      {text}", style="dim", highlight=False)

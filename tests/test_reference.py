@@ -1,0 +1,68 @@
+"""The float64 reference: against the definition written down once more, and its parts against the whole."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from openconv.problem import Problem
+from openconv.reference import error_of, expected, part_of, random_inputs
+
+LINES = (
+    "fprop n5 c4 h9 w8 k6 r3 s2 stride2 pad1:2 g2 f32 nhwc",
+    "dgrad n5 c4 h9 w8 k6 r3 s2 stride2 pad1:2,0 g2 f16",
+    "wgrad n3 c4 h9 w8 k6 r3 s2 pad1:2 dil2 g2 bf16",
+    "dgrad n3 c8 w9 k6 s3 pad1 complex64",
+    "wgrad n2 c3 d5 h4 w6 k5 t2 r3 s2 pad1 f64",
+    "fprop n3 c4 h5 w5 k9 r3 s3 pad1 f32 nchw +mul(c.gain)+residual+relu",
+)
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("most", [1e9, 1000, 200, 1])
+def test_a_part_has_the_values_of_the_whole(line, most):
+    problem = Problem.parse(line)
+    inputs = random_inputs(problem)
+    part = part_of(problem, most)
+    whole, some = expected(problem, inputs)[part.result], expected(part.problem, part.inputs(inputs))
+    assert some.numel() > 0
+    torch.testing.assert_close(some, whole, rtol=1e-12, atol=1e-12)
+    assert part.problem.macs <= problem.macs
+    if most == 1e9:
+        assert part.problem == problem
+
+
+def test_the_reference_is_the_definition():
+    problem = Problem.parse("fprop n1 c2 h4 w5 k4 r2 s3 stride2,1 pad1:0,1:2 dil1,2 g2 f64")
+    inputs = random_inputs(problem)
+    x, w, wanted = inputs.a, inputs.b, torch.zeros(problem.y_shape, dtype=torch.float64)
+    for k, p, q, r, s in product(range(4), *map(range, problem.out), range(2), range(3)):
+        h, v = 2 * p - 1 + r, q - 1 + 2 * s
+        if 0 <= h < 4 and 0 <= v < 5:
+            wanted[0, k, p, q] += x[0, k // 2, h, v] * w[k, 0, r, s]
+    torch.testing.assert_close(expected(problem, inputs), wanted)
+
+
+@pytest.mark.parametrize("direction", ["dgrad", "wgrad"])
+def test_the_backward_passes_are_its_gradients(direction):
+    forward = Problem.parse("fprop n2 c4 h6 w5 k6 r3 s2 stride2,1 pad1:2,0:1 g2 f64")
+    problem = forward.with_(direction=direction)
+    given = random_inputs(problem)
+    x, w = random_inputs(forward).a.requires_grad_(), random_inputs(forward).b.requires_grad_()
+    one, other = (given.a, given.b) if direction == "wgrad" else (given.b, given.a)
+    inputs = type(given)(one, w) if direction == "wgrad" else type(given)(x, one)
+    wanted = torch.autograd.grad(expected(forward, inputs), w if direction == "wgrad" else x, other)[0]
+    torch.testing.assert_close(expected(problem, given), wanted)
+
+
+def test_integers_wrap_as_their_type_does():
+    problem = Problem.parse("fprop n1 c64 w9 k2 s3 i8")
+    inputs = random_inputs(problem)
+    exact = expected(problem, inputs).round().long()
+    assert int(exact.abs().max()) > 127 or error_of(problem, exact.to(torch.int8), inputs) == 0
+    wrapped = exact.to(torch.int8)
+    assert error_of(problem, wrapped, inputs) == 0
+    wrapped.flatten()[3] += 1
+    assert error_of(problem, wrapped, inputs) == 1
