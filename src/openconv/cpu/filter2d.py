@@ -1,23 +1,83 @@
-"""cpu.filter2d: image filters and other convolutions of few channels, held in registers along the image's height."""
+"""cpu.filter2d: image filters and other convolutions of few channels, held in registers along the image's height.
+
+    y[n,k,p,q]  = bias[k] + sum over c,r,s of  w[k,c,r,s] * x[n, c, p - pad + r*dil, q - pad + s*dil]
+    dw[k,c,r,s] =           sum over n,p,q of  dy[n,k,p,q] * x[n, c, p - pad + r*dil, q - pad + s*dil]
+
+dgrad is the first formula with x and y exchanged, the filter turned by half a turn (negative strides do that) and the
+padding dil*(R-1) - pad.
+
+A vector holds L neighbouring columns. A block of RB output rows times VB vectors is kept in registers while the filter
+passes over it column by column; RC filter rows (all of them up to 7) are taken at once. With 8 rows of 2 vectors:
+
+    for s in range(S):                      per step        R = 3     R = 5     R = 7
+        w[0..RC)   broadcast                loads of w        3         5         7
+        for i in range(RB + RC - 1):        loads of x       20        24        28
+            x = load(row i, column q + s)
+            for r: acc[i - r] += w[r] * x   multiply-adds    48        80       112
+
+A core starts two multiply-adds and two loads a cycle, and a load that crosses a cache line counts twice, as all do that
+are as wide as the line. So the multiply-adds set the pace from R = 3 on (24 cycles against 21.5), and 16 independent
+sums hide their latency of 4 cycles. AVX-512 has 32 registers: 16 sums, 7 weights, 2 values of x. AVX2 has 16 and
+crosses a line every other time only: 4 rows of 2 vectors.
+
+Floors for a one-channel f32 image of 1024x2048 on two cores at 2.8 GHz with AVX-512 (32 multiply-adds a cycle and
+core): 16 MiB through the third-level cache 0.28 ms; multiply-adds 0.11 ms (3x3), 0.29 ms (5x5), 0.57 ms (7x7).
+
+Vectors that touch the border of the image take a second path with masked loads. Taps on padding then see a zero (fprop:
+an infinite weight shows) or are left out (dgrad: there is no such term). Both paths add in the same order, so that a
+pixel's bits depend neither on the path nor on tiles, threads or batch. The last vector of a row overlaps its neighbour
+rather than being cut.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
 from ..problem import DTYPE_BYTES, Problem
+from .runtime import Kernel, kernel, launch
+from .simd import (
+    argument,
+    broadcast,
+    broadcast_strided,
+    emit_clip_mask,
+    emit_fma,
+    emit_horizontal_sum,
+    emit_load,
+    emit_masked_load,
+    emit_masked_store,
+    emit_offset,
+    emit_rows,
+    emit_splat,
+    emit_store,
+    fill,
+    inline,
+    is_block,
+    lanes,
+    load_scalar,
+    next_tile,
+    pack,
+    store_scalar,
+    unpack,
+    zero,
+)
 
 __all__ = ["Filter2d", "Filter2dKnobs"]
 
-_MOST_CHANNELS = 4
+_MOST_CHANNELS = 16
 _MOST_TAPS = 7
 _TILE_RESULTS = 1 << 16  # a tile of so many results takes some 20 us: its ticket and cold start do not show
+_WGRAD_ROWS = 8
 _WGRAD_TILES = 256  # partial sums a group may have
 _THREAD_MACS = 400_000  # about 8 us of work, for which another thread is worth waking
 
@@ -35,10 +95,11 @@ class Filter2d(Engine):
 
         y[n,k,p,q] = bias[k] + sum over c,r,s of  w[k,c,r,s] * x[n, c, p - pad + r*dil, q - pad + s*dil]
 
-    Each vector of x that is loaded serves up to 7 filter rows, so that arithmetic and not loading sets the pace; nothing
-    is copied or padded. It wins where a matrix product has no channels to work on: image filters, where it runs at the
-    speed of memory up to about 5x5. With more channels a matrix product reuses x across output channels and wins; with
-    very large filters FFT does. :mod:`openconv.cpu.filter2d_kernels` has the arithmetic.
+    Each vector of x that is loaded serves up to 7 filter rows, so that arithmetic and not loading sets the pace;
+    nothing is copied or padded. It wins where a matrix product has no channels to work on: image filters, where it runs
+    at the speed of memory up to about 5x5, and it stays ahead up to some ten channels. Beyond that a matrix product,
+    which reuses x across output channels, wins; with very large filters FFT does. The arithmetic stands at the head of
+    this file.
     """
 
     name = "cpu.filter2d"
@@ -72,30 +133,32 @@ class Filter2d(Engine):
         if problem.direction != "wgrad":
             return 0
         _, tiles = _wgrad_tiles(problem)
-        return 8 * tiles * problem.groups * prod(problem.w_shape) // problem.groups
+        return 8 * tiles * prod(problem.w_shape)
 
     def knobs(self, problem: Problem, device: Device) -> Iterable[Filter2dKnobs]:
         if problem.rank == 1:
             return (Filter2dKnobs(1, 8),)
-        if device.lanes < 16:
-            return (Filter2dKnobs(8, 1), Filter2dKnobs(4, 2))
-        return (Filter2dKnobs(8, 2), Filter2dKnobs(8, 1), Filter2dKnobs(4, 4))
+        # 16 sums want the 32 registers of AVX-512; 8 leave room for the weights in the 16 of AVX2.
+        return (Filter2dKnobs(8, 2), Filter2dKnobs(4, 2)) if device.lanes >= 16 else (Filter2dKnobs(4, 2),)
 
     def cost(self, problem: Problem, device: Device, knobs: Filter2dKnobs) -> float:
-        # Partly filled blocks cost as much as full ones, and masked ones (a side of at most two vectors) twice as much.
         size = DTYPE_BYTES[problem.dtypes[0]]
         lanes = device.lanes * 4 // size
-        image = problem.out if problem.direction == "fprop" else problem.spatial
+        image = problem.spatial if problem.direction == "dgrad" else problem.out
         height, width = image if problem.rank == 2 else (1, image[0])
-        rows, columns = _up(height, knobs.rows), _up(width, lanes)
-        masked = 2.0 if width < 3 * lanes or problem.rank == 2 and height < 3 * knobs.rows else 1.0
+        # Blocks at the rim are masked, which takes twice as long, and count in full where they hang over it.
+        rows, columns = -(-height // knobs.rows), -(-width // lanes)
+        rims = 2 * columns + 2 * rows if rows > 2 and columns > 2 else rows * columns
+        blocks = rows * columns + (rims if problem.rank == 2 else 2)
         channels = problem.c * problem.k // problem.groups
-        work = 2.0 * problem.n * channels * rows * columns * prod(problem.filter) * masked
-        rate = 0.7 * device.flops * 4 / size
-        taps = _row_taps(*_rows_of(problem))
-        loads = (knobs.rows + taps) / (knobs.rows * taps)  # loads for each multiply-add; two of them take its time twice
-        seconds = max(work / rate * max(1.0, 2 * loads), problem.min_bytes / device.bandwidth)
-        return 6e-6 + seconds * (1.2 if problem.direction == "wgrad" else 1.0)
+        work = 2.0 * problem.n * channels * prod(problem.filter) * blocks * knobs.rows * lanes
+        # A load that crosses a line takes as long as a multiply-add; n rows and m taps make n + m loads for n * m.
+        taps = _row_taps(*_rows_of(problem)) if problem.rank == 2 else 8
+        loads = max(1.0, 1.5 * (knobs.rows + taps) / (knobs.rows * taps))
+        computing = work * loads / (0.8 * device.flops * 4 / size)
+        if problem.direction == "wgrad":
+            computing *= 1.5  # it loads dy besides x, and adds up lanes
+        return 5e-6 + max(computing, 0.7 * problem.min_bytes / device.bandwidth) + computing / 8
 
     def build(self, problem: Problem, device: Device, knobs: Filter2dKnobs) -> Runner:
         if problem.direction == "wgrad":
@@ -103,21 +166,17 @@ class Filter2d(Engine):
         return _build_fprop(problem, device, knobs)
 
 
-def _up(value: int, step: int) -> int:
-    return -(-value // step) * step
-
-
 def _rows_of(problem: Problem) -> tuple[int, int]:
     """Filter rows and their dilation."""
     return (problem.filter[0], problem.dilation[0]) if problem.rank == 2 else (1, 1)
 
 
-@lru_cache
+@functools.lru_cache
 def _row_taps(rows: int, dilation: int) -> int:
     """How many filter rows to take at once: all up to 7, else the cheapest count; the others then go one by one.
 
-    For a block of 8 rows, n filter rows at once take 4 n cycles of multiply-adds and some 3 to start; a single one waits
-    for 8 loads. Dilated rows share no row of x and go one by one.
+    For 8 rows of one vector, n filter rows at once take 4 n cycles of multiply-adds and some 3 to start; a single one
+    waits 9 for its loads. Dilated rows share no row of x and go one by one.
     """
     if dilation > 1:
         return 1
@@ -136,11 +195,6 @@ def _geometry(problem: Problem) -> tuple[int, ...]:
 
 def _build_fprop(problem: Problem, device: Device, knobs: Filter2dKnobs) -> Runner:
     """fprop, and dgrad as an fprop of dy: channels exchanged, the filter turned by half a turn."""
-    import numpy as np
-
-    from .filter2d_kernels import fprop_kernel
-    from .runtime import launch
-
     H, W, P, Q, R, S, row_pad, col_pad, row_dil, col_dil = _geometry(problem)
     G, C, K = problem.groups, problem.c // problem.groups, problem.k // problem.groups
     size = DTYPE_BYTES[problem.dtypes[0]]
@@ -159,7 +213,7 @@ def _build_fprop(problem: Problem, device: Device, knobs: Filter2dKnobs) -> Runn
     tile_units = max(1, min(fair, _TILE_RESULTS // (knobs.rows * Q * K)))
     kernel = fprop_kernel(np.float32 if size == 4 else np.float64, _row_taps(R, row_dil), knobs.rows, knobs.vectors)
     sizes = (G, C, K, H, W, P, Q, R, S, row_pad, col_pad, row_dil, col_dil)
-    rest = (*sizes, wk, wc, wr, ws, wg, skip, units, tile_units)
+    rest = (*sizes, wg, wk, wc, wr, ws, skip, units, tile_units)
 
     def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
         first = 0 if bias is None else bias.data_ptr()
@@ -171,25 +225,20 @@ def _build_fprop(problem: Problem, device: Device, knobs: Filter2dKnobs) -> Runn
 def _wgrad_tiles(problem: Problem) -> tuple[int, int]:
     """Row blocks of a tile, and tiles of a group. They depend on the sizes alone, as does the order of the sum."""
     height, width = problem.out if problem.rank == 2 else (1, problem.out[0])
-    units = problem.n * -(-height // 8)
-    tile_units = max(1, _TILE_RESULTS // (8 * width), -(-units // _WGRAD_TILES))
+    units = problem.n * -(-height // _WGRAD_ROWS)
+    tile_units = max(1, _TILE_RESULTS // (_WGRAD_ROWS * width), -(-units // _WGRAD_TILES))
     return tile_units, -(-units // tile_units)
 
 
 def _build_wgrad(problem: Problem, device: Device) -> Runner:
     """Partial sums by tile, then their sum by one thread."""
-    import numpy as np
-
-    from .filter2d_kernels import wgrad_kernel, wgrad_sum_kernel
-    from .runtime import launch
-
     H, W, P, Q, R, S, *rest = _geometry(problem)
     G, C, K = problem.groups, problem.c // problem.groups, problem.k // problem.groups
     tile_units, tiles = _wgrad_tiles(problem)
-    units = problem.n * -(-P // 8)
+    units = problem.n * -(-P // _WGRAD_ROWS)
     threads = max(1, min(device.threads, problem.macs // _THREAD_MACS))
     dtype = np.float32 if problem.dtypes[0] == "f32" else np.float64
-    tile_kernel, sum_kernel = wgrad_kernel(dtype, _row_taps(R, rest[2])), wgrad_sum_kernel(dtype)
+    tile_kernel, sum_kernel = wgrad_kernel(dtype, _row_taps(R, rest[2]), _WGRAD_ROWS), wgrad_sum_kernel(dtype)
     sizes = (G, C, K, H, W, P, Q, R, S, *rest, units, tile_units, tiles)
 
     def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
@@ -199,3 +248,461 @@ def _build_wgrad(problem: Problem, device: Device) -> Runner:
         launch(sum_kernel, (partials, out.data_ptr(), G, tiles, K * C * R * S), 1)
 
     return run
+
+
+# ---- kernels ----------------------------------------------------------------------------------------------------
+
+_I64 = ir.IntType(64)
+
+
+def _literals(*kinds):
+    return all(isinstance(kind, types.IntegerLiteral) for kind in kinds)
+
+
+def _emit_clipped_row(builder, kind, image, pitch, row, height, column, width, i):
+    """The vector at row + i and column of a height x width image, with the mask of the lanes that lie inside it."""
+    row = builder.add(row, ir.Constant(_I64, i))
+    inside = builder.icmp_unsigned("<", row, height)
+    mask = emit_clip_mask(builder, column, builder.select(inside, width, ir.Constant(_I64, 0)), kind.count)
+    size = 8 if isinstance(kind.element, ir.DoubleType) else 4
+    place = builder.add(builder.add(image, builder.mul(row, pitch)), builder.mul(column, ir.Constant(_I64, size)))
+    return emit_masked_load(builder, kind, place, mask), mask
+
+
+# ---- fprop and dgrad ----------------------------------------------------------------------------------------
+
+
+def _emit_correlate(builder, sums, weights, rows, value):
+    """sums[j] += weights[r] * value(j + r), with rows + len(weights) - 1 values that are each asked for once.
+
+    `value(i)` returns the vectors of input row i with their masks; a mask of None means all lanes. A sum meets its taps
+    in the order of r, whatever the block.
+    """
+    sums, across = list(sums), len(sums) // rows
+    for i in range(rows + len(weights) - 1):
+        for v, (x, mask) in enumerate(value(i)):
+            for r in range(max(0, i - rows + 1), min(len(weights), i + 1)):
+                at = (i - r) * across + v
+                total = emit_fma(builder, x, weights[r], sums[at])
+                sums[at] = total if mask is None else builder.select(mask, total, sums[at])
+    return sums
+
+
+@intrinsic(prefer_literal=True)
+def correlate(typingctx, sums, weights, rows, x, pitch):
+    """correlate(sums, weights, rows, x, pitch) -> sums[j, v] + weights[r] * x[j + r, v], summed over r.
+
+    `sums` holds `rows` rows of vectors side by side; x[i, v] is the vector at x + i * pitch + v * bytes(vector).
+    """
+    if not (is_block(sums) and is_block(weights) and _literals(rows)):
+        return None
+    height, across = rows.literal_value, sums.count // rows.literal_value
+
+    def codegen(context, builder, signature, args):
+        sums_, weights_, _, x_, pitch_ = args
+        kind = context.get_value_type(sums.dtype)
+        width = sums.dtype.count * sums.dtype.dtype.bitwidth // 8
+        places = emit_rows(builder, x_, pitch_, height + weights.count - 1)
+
+        def value(i):
+            return [(emit_load(builder, kind, emit_offset(builder, places[i], v, width)), None) for v in range(across)]
+
+        return pack(builder, _emit_correlate(builder, unpack(builder, sums_), unpack(builder, weights_), height, value))
+
+    return sums(sums, weights, rows, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def correlate_clipped(typingctx, sums, weights, rows, x, pitch, row, H, column, W, skip):
+    """What `correlate` does, at the border: x[i, v, lane] is pixel (row + i, column + v * L + lane) of an H x W image.
+
+    A tap on padding multiplies zero, or is left out where `skip` is 1.
+    """
+    if not (is_block(sums) and is_block(weights) and _literals(rows)):
+        return None
+    height, across = rows.literal_value, sums.count // rows.literal_value
+
+    def codegen(context, builder, signature, args):
+        sums_, weights_, _, x_, pitch_, row_, H_, column_, W_, skip_ = args
+        kind = context.get_value_type(sums.dtype)
+        keep = emit_splat(builder, builder.icmp_signed("==", skip_, ir.Constant(_I64, 0)), kind.count)
+        columns = [emit_offset(builder, column_, v, kind.count) for v in range(across)]
+
+        def value(i):
+            vectors = [_emit_clipped_row(builder, kind, x_, pitch_, row_, H_, at, W_, i) for at in columns]
+            return [(vector, builder.or_(mask, keep)) for vector, mask in vectors]
+
+        return pack(builder, _emit_correlate(builder, unpack(builder, sums_), unpack(builder, weights_), height, value))
+
+    return sums(sums, weights, rows, *[types.int64] * 7), codegen
+
+
+@intrinsic(prefer_literal=True)
+def store_block(typingctx, sums, rows, y, pitch):
+    """store_block(sums, rows, y, pitch): row j of the block goes to y + j * pitch."""
+    if not (is_block(sums) and _literals(rows)):
+        return None
+    across = sums.count // rows.literal_value
+
+    def codegen(context, builder, signature, args):
+        sums_, _, y_, pitch_ = args
+        width = sums.dtype.count * sums.dtype.dtype.bitwidth // 8
+        places = emit_rows(builder, y_, pitch_, rows.literal_value)
+        for at, total in enumerate(unpack(builder, sums_)):
+            emit_store(builder, emit_offset(builder, places[at // across], at % across, width), total)
+        return context.get_dummy_value()
+
+    return types.void(sums, rows, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def store_block_clipped(typingctx, sums, rows, y, pitch, height, width):
+    """What `store_block` does, for the first `height` rows and `width` columns only."""
+    if not (is_block(sums) and _literals(rows)):
+        return None
+    across = sums.count // rows.literal_value
+
+    def codegen(context, builder, signature, args):
+        sums_, _, y_, pitch_, height_, width_ = args
+        count, size = sums.dtype.count, sums.dtype.dtype.bitwidth // 8
+        for at, total in enumerate(unpack(builder, sums_)):
+            j, v = divmod(at, across)
+            inside = builder.icmp_signed("<", ir.Constant(_I64, j), height_)
+            limit = builder.select(inside, width_, ir.Constant(_I64, 0))
+            mask = emit_clip_mask(builder, ir.Constant(_I64, v * count), limit, count)
+            row = emit_offset(builder, y_, j, pitch_)
+            emit_masked_store(builder, emit_offset(builder, row, v * count, size), total, mask)
+        return context.get_dummy_value()
+
+    return types.void(sums, rows, *[types.int64] * 4), codegen
+
+
+@functools.cache
+def fprop_kernel(T: type, RC: int, RB: int, VB: int) -> Kernel:
+    """y = bias + filter over x, by blocks of RB rows and VB vectors, RC filter rows at a time.
+
+    Rows beyond the last whole group of RC go one at a time, as all rows do where the filter is dilated vertically
+    (RC = 1). A tile is `tile_units` row blocks, counted over images, groups and rows.
+    """
+    L, SIZE = lanes(T), np.dtype(T).itemsize
+    COLUMNS, SUMS = VB * L, RB * VB
+
+    @inline
+    def interior(sums, x, x_steps, w, w_steps, extent):
+        """All taps of a block whose every tap lies inside the image."""
+        (C, R, S), (xc, xh, x_row, x_col), (wc, wr, ws) = extent, x_steps, w_steps
+        for c in range(C):
+            r = 0
+            while r < R:
+                xs, wv = x + c * xc + r * x_row, w + c * wc + r * wr
+                if r + RC <= R:
+                    for _ in range(S):
+                        sums = correlate(sums, broadcast_strided(T, RC, wv, wr), RB, xs, xh)
+                        xs += x_col
+                        wv += ws
+                    r += RC
+                else:
+                    for _ in range(S):
+                        sums = correlate(sums, broadcast_strided(T, 1, wv, wr), RB, xs, xh)
+                        xs += x_col
+                        wv += ws
+                    r += 1
+        return sums
+
+    @inline
+    def border(sums, plane, row, column, dilation, w, w_steps, extent, skip):
+        """All taps of any block; its first tap lies at (row, column)."""
+        (C, R, S), (x, xc, xh, H, W), (wc, wr, ws) = extent, plane, w_steps
+        for c in range(C):
+            r = 0
+            while r < R:
+                xs, at = x + c * xc, row + r * dilation[0]
+                for s in range(S):
+                    across, wv = column + s * dilation[1], w + c * wc + r * wr + s * ws
+                    if r + RC <= R:
+                        taps = broadcast_strided(T, RC, wv, wr)
+                        sums = correlate_clipped(sums, taps, RB, xs, xh, at, H, across, W, skip)
+                    else:
+                        tap = broadcast_strided(T, 1, wv, wr)
+                        sums = correlate_clipped(sums, tap, RB, xs, xh, at, H, across, W, skip)
+                r += RC if r + RC <= R else 1
+        return sums
+
+    @kernel
+    def filter2d_fprop(block):
+        x, w, bias, y = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
+        G, C, K = argument(block, 4), argument(block, 5), argument(block, 6)
+        H, W, P, Q = argument(block, 7), argument(block, 8), argument(block, 9), argument(block, 10)
+        R, S = argument(block, 11), argument(block, 12)
+        row_pad, col_pad = argument(block, 13), argument(block, 14)
+        row_dil, col_dil = argument(block, 15), argument(block, 16)
+        wg, wk, wc = argument(block, 17), argument(block, 18), argument(block, 19)
+        wr, ws, skip = argument(block, 20), argument(block, 21), argument(block, 22)
+        units, tile_units = argument(block, 23), argument(block, 24)
+        xh, yh = W * SIZE, Q * SIZE
+        xc, yc = H * xh, P * yh
+        extent, dilation = (C, R, S), (row_dil, col_dil)
+        x_steps, w_steps = (xc, xh, row_dil * xh, col_dil * SIZE), (wc, wr, ws)
+        row_blocks = (P + RB - 1) // RB
+
+        tile = next_tile(block)
+        while tile * tile_units < units:
+            for unit in range(tile * tile_units, min(units, (tile + 1) * tile_units)):
+                image, row_block = unit // row_blocks, unit % row_blocks
+                n, g = image // G, image % G
+                p = max(0, min(row_block * RB, P - RB))
+                row = p - row_pad
+                rows_inside = row >= 0 and row + (R - 1) * row_dil + RB <= H and RB <= P
+                xg = x + (n * G + g) * C * xc
+                for k in range(K):
+                    channel = g * K + k
+                    first = zero(T)
+                    if bias != 0:
+                        first = broadcast(load_scalar(T, bias + channel * SIZE))
+                    wf = w + g * wg + k * wk
+                    yp = y + (n * G * K + channel) * yc + p * yh
+                    for start in range(0, Q, COLUMNS):
+                        q = max(0, min(start, Q - COLUMNS))
+                        column = q - col_pad
+                        sums = fill(SUMS, first)
+                        if rows_inside and column >= 0 and column + (S - 1) * col_dil + COLUMNS <= W:
+                            xs = xg + row * xh + column * SIZE
+                            sums = interior(sums, xs, x_steps, wf, w_steps, extent)
+                        else:
+                            plane = (xg, xc, xh, H, W)
+                            sums = border(sums, plane, row, column, dilation, wf, w_steps, extent, skip)
+                        if RB <= P and COLUMNS <= Q:
+                            store_block(sums, RB, yp + q * SIZE, yh)
+                        else:
+                            store_block_clipped(sums, RB, yp + q * SIZE, yh, P - p, Q - q)
+            tile = next_tile(block)
+
+    return filter2d_fprop
+
+
+# ---- wgrad --------------------------------------------------------------------------------------------------
+
+
+def _emit_correlate_grad(builder, sums, taps, rows, dy, x):
+    """sums[r, copy] += dy(j) * x(j + r), one filter column; row j goes to copy j % copies.
+
+    `dy(j)` and `x(i)` return a vector and its mask and are each asked for once; a row of dy stays in a register for as
+    long as the filter rows pass it, so that `taps` rows of dy and one of x are live beside the sums.
+    """
+    sums, copies, held = list(sums), len(sums) // taps, {}
+    for i in range(rows + taps - 1):
+        if i < rows:
+            held[i] = dy(i)
+        value, inside = x(i)
+        for r in range(max(0, i - rows + 1), min(taps, i + 1)):
+            j = i - r
+            at = r * copies + j % copies
+            total = emit_fma(builder, held[j][0], value, sums[at])
+            if inside is not None:
+                total = builder.select(builder.and_(inside, held[j][1]), total, sums[at])
+            sums[at] = total
+    return sums
+
+
+@intrinsic(prefer_literal=True)
+def correlate_grad(typingctx, sums, taps, rows, dy, dy_pitch, x, x_pitch):
+    """correlate_grad(sums, taps, rows, ...) -> sums[r, j % copies] + dy[j] * x[j + r], summed over `rows` rows j."""
+    if not (is_block(sums) and _literals(taps, rows)):
+        return None
+    count, height = taps.literal_value, rows.literal_value
+
+    def codegen(context, builder, signature, args):
+        sums_, _, _, dy_, dy_pitch_, x_, x_pitch_ = args
+        kind = context.get_value_type(sums.dtype)
+        dy_rows = emit_rows(builder, dy_, dy_pitch_, height)
+        x_rows = emit_rows(builder, x_, x_pitch_, height + count - 1)
+
+        def dy_at(j):
+            return emit_load(builder, kind, dy_rows[j]), None
+
+        def x_at(i):
+            return emit_load(builder, kind, x_rows[i]), None
+
+        return pack(builder, _emit_correlate_grad(builder, unpack(builder, sums_), count, height, dy_at, x_at))
+
+    return sums(sums, taps, rows, *[types.int64] * 4), codegen
+
+
+@intrinsic(prefer_literal=True)
+def correlate_grad_clipped(typingctx, sums, taps, rows, dy, dy_pitch, p, P, q, Q, x, x_pitch, row, H, column, W):
+    """What `correlate_grad` does, at the border: products of which either factor lies outside its image are left out.
+
+    dy[j] is row p + j of the P x Q image at `dy` from column q on, x[i] row `row` + i of the H x W image at `x`.
+    """
+    if not (is_block(sums) and _literals(taps, rows)):
+        return None
+    count, height = taps.literal_value, rows.literal_value
+
+    def codegen(context, builder, signature, args):
+        sums_, _, _, dy_, dy_pitch_, p_, P_, q_, Q_, x_, x_pitch_, row_, H_, column_, W_ = args
+        kind = context.get_value_type(sums.dtype)
+
+        def dy_at(j):
+            return _emit_clipped_row(builder, kind, dy_, dy_pitch_, p_, P_, q_, Q_, j)
+
+        def x_at(i):
+            return _emit_clipped_row(builder, kind, x_, x_pitch_, row_, H_, column_, W_, i)
+
+        return pack(builder, _emit_correlate_grad(builder, unpack(builder, sums_), count, height, dy_at, x_at))
+
+    return sums(sums, taps, rows, *[types.int64] * 12), codegen
+
+
+@intrinsic(prefer_literal=True)
+def add_taps(typingctx, sums, taps, address, stride):
+    """add_taps(sums, taps, address, stride): the f64 at address + r * stride grows by all lanes and copies of tap r.
+
+    Copies are added in their own type, lanes in f64 by halves: a fixed order.
+    """
+    if not (is_block(sums) and _literals(taps)):
+        return None
+
+    def codegen(context, builder, signature, args):
+        sums_, _, address_, stride_ = args
+        values, copies = unpack(builder, sums_), sums.count // taps.literal_value
+        wide = ir.VectorType(ir.DoubleType(), sums.dtype.count)
+        for r in range(taps.literal_value):
+            total = functools.reduce(builder.fadd, values[r * copies : (r + 1) * copies])
+            total = emit_horizontal_sum(builder, total if total.type == wide else builder.fpext(total, wide))
+            place = emit_offset(builder, address_, r, stride_)
+            emit_store(builder, place, builder.fadd(emit_load(builder, ir.DoubleType(), place), total))
+        return context.get_dummy_value()
+
+    return types.void(sums, taps, types.int64, types.int64), codegen
+
+
+@functools.cache
+def wgrad_kernel(T: type, RC: int, RB: int) -> Kernel:
+    """Partial sums of dw, one f64 set per tile: a group's share of `tile_units` row blocks over images and rows.
+
+    For each filter column s the sums of RC filter rows stay in registers along a strip of 1 KiB of columns, which the
+    first-level cache keeps for the next s; at its end the lanes are added up in f64.
+    """
+    L, SIZE = lanes(T), np.dtype(T).itemsize
+    STRIP = 1024 // SIZE
+    # 8 independent sums hide the latency; 16 registers hold RC rows of dy, RC * copies sums and a value of x.
+    SUMS = RC * min(-(-8 // RC), (15 - RC) // RC)
+    SINGLE_SUMS = 8
+
+    @inline
+    def strip(dy, dy_pitch, x, x_pitch, columns, taps, S, x_col, out):
+        """`columns` columns, a multiple of L, of a row block that lies inside; `taps` is RC or 1 filter rows."""
+        for _ in range(S):
+            if taps == RC:
+                sums = fill(SUMS, zero(T))
+                for q in range(0, columns, L):
+                    sums = correlate_grad(sums, RC, RB, dy + q * SIZE, dy_pitch, x + q * SIZE, x_pitch)
+                add_taps(sums, RC, out, S * 8)
+            else:
+                single = fill(SINGLE_SUMS, zero(T))
+                for q in range(0, columns, L):
+                    single = correlate_grad(single, 1, RB, dy + q * SIZE, dy_pitch, x + q * SIZE, x_pitch)
+                add_taps(single, 1, out, S * 8)
+            x += x_col
+            out += 8
+
+    @inline
+    def border(dy_image, p, q, end, x_image, row, column, taps, S, x_col, out):
+        """Columns [q, end) of any row block; the first tap of (p, q) lies at (row, column)."""
+        (dy, dy_pitch, P), (x, x_pitch, H, W) = dy_image, x_image
+        for _ in range(S):
+            if taps == RC:
+                sums = fill(SUMS, zero(T))
+                for at in range(q, end, L):
+                    across = column + at - q
+                    sums = correlate_grad_clipped(
+                        sums, RC, RB, dy, dy_pitch, p, P, at, end, x, x_pitch, row, H, across, W
+                    )
+                add_taps(sums, RC, out, S * 8)
+            else:
+                single = fill(SINGLE_SUMS, zero(T))
+                for at in range(q, end, L):
+                    across = column + at - q
+                    single = correlate_grad_clipped(
+                        single, 1, RB, dy, dy_pitch, p, P, at, end, x, x_pitch, row, H, across, W
+                    )
+                add_taps(single, 1, out, S * 8)
+            column += x_col
+            out += 8
+
+    @kernel
+    def filter2d_wgrad(block):
+        x, dy, partials = argument(block, 0), argument(block, 1), argument(block, 2)
+        G, C, K = argument(block, 3), argument(block, 4), argument(block, 5)
+        H, W, P, Q = argument(block, 6), argument(block, 7), argument(block, 8), argument(block, 9)
+        R, S = argument(block, 10), argument(block, 11)
+        row_pad, col_pad = argument(block, 12), argument(block, 13)
+        row_dil, col_dil = argument(block, 14), argument(block, 15)
+        units, tile_units, tiles = argument(block, 16), argument(block, 17), argument(block, 18)
+        xh, yh = W * SIZE, Q * SIZE
+        xc, yc = H * xh, P * yh
+        row_blocks = (P + RB - 1) // RB
+        # Columns [0, left), [left, right) and [right, Q): the middle reads inside the image for every s.
+        left = min(Q, (max(0, col_pad) + L - 1) // L * L)
+        right = left + max(0, min(Q, W + col_pad - (S - 1) * col_dil) - left) // L * L
+        # A single row is cut into RB equal pieces, which are taken as the rows of a block.
+        flat = H == 1 and P == 1 and R == 1 and row_pad == 0
+        piece = (right - left) // (RB * L) * L
+        x_pitch, y_pitch = xh, yh
+        if flat:
+            x_pitch, y_pitch, right = piece * SIZE, piece * SIZE, left + RB * piece
+
+        ticket = next_tile(block)
+        while ticket < G * tiles:
+            g, tile = ticket // tiles, ticket % tiles
+            partial = partials + ticket * K * C * R * S * 8
+            for i in range(K * C * R * S):
+                store_scalar(partial + i * 8, 0.0)
+            for unit in range(tile * tile_units, min(units, (tile + 1) * tile_units)):
+                n, p = unit // row_blocks, unit % row_blocks * RB
+                row = p - row_pad
+                rows_inside = row >= 0 and row + (R - 1) * row_dil + RB <= H and p + RB <= P
+                middle = right if rows_inside or flat else left
+                for k in range(K):
+                    dyk = dy + ((n * G + g) * K + k) * yc
+                    for c in range(C):
+                        xg = x + ((n * G + g) * C + c) * xc
+                        dy_image, x_image = (dyk, yh, P), (xg, xh, H, W)
+                        r = 0
+                        while r < R:
+                            taps = RC if r + RC <= R else 1
+                            out = partial + ((k * C + c) * R + r) * S * 8
+                            at = row + r * row_dil
+                            last = left + piece if flat else middle
+                            for q in range(left, last, STRIP):
+                                ys, xs = dyk + p * yh + q * SIZE, xg + at * xh + (q - col_pad) * SIZE
+                                columns = min(STRIP, last - q)
+                                strip(ys, y_pitch, xs, x_pitch, columns, taps, S, col_dil * SIZE, out)
+                            q = 0 if left > 0 else middle
+                            while q < Q:
+                                end = min(q + STRIP, left if q < left else Q)
+                                border(dy_image, p, q, end, x_image, at, q - col_pad, taps, S, col_dil, out)
+                                q = middle if end == left else end
+                            r += taps
+            ticket = next_tile(block)
+
+    return filter2d_wgrad
+
+
+@functools.cache
+def wgrad_sum_kernel(T: type) -> Kernel:
+    """dw[g, i] = sum over the tiles of partials[g, tile, i], in their order, rounded once."""
+    SIZE = np.dtype(T).itemsize
+
+    @kernel
+    def filter2d_wgrad_sum(block):
+        partials, dw = argument(block, 0), argument(block, 1)
+        groups, tiles, count = argument(block, 2), argument(block, 3), argument(block, 4)
+        for g in range(groups):
+            for i in range(count):
+                total = 0.0
+                for tile in range(tiles):
+                    total += load_scalar(np.float64, partials + ((g * tiles + tile) * count + i) * 8)
+                store_scalar(dw + (g * count + i) * SIZE, T(total))
+
+    return filter2d_wgrad_sum
