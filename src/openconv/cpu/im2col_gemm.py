@@ -21,6 +21,7 @@ from .simd import (
     argument,
     inline,
     lanes,
+    load,
     load_clipped,
     load_even,
     load_scalar,
@@ -73,12 +74,14 @@ class Im2colGemm(Engine):
         return sum(region.bytes for region in _regions(problem, knobs))
 
     def knobs(self, problem: Problem, device: Device) -> Iterable[Panel]:
+        # A panel of several times the private cache still comes out of the shared one, and feeds longer products. Images
+        # of fewer than 256 pixels share a panel; larger ones fill one each, and y needs no gathering.
         cache = max(device.cache_bytes, 1 << 20)
-        yield _panel(problem, cache * 2)
-        for budget in (cache // 2, cache * 8, cache * 32):
+        small = prod(problem.out) < 256
+        yield _panel(problem if small else problem.with_(n=1), cache * 8)
+        for budget in (cache * 2, cache // 2, cache * 32):
             yield _panel(problem, budget)
-        yield _panel(problem.with_(n=1), cache * 2)
-        for budget in (cache // 8, cache // 64, 1):
+        for budget in (cache * 8, cache * 2, cache // 8, cache // 64, 1):
             yield _panel(problem.with_(n=1), budget)
 
     def cost(self, problem: Problem, device: Device, knobs: Panel) -> float:
@@ -94,11 +97,11 @@ class Im2colGemm(Engine):
             problem.direction
         ]
         products = panels * problem.groups * gemm_seconds(device, m, n, depth, size)
-        # Columns are written and read within the cache, at some multiple of the copy bandwidth; adding them back to
-        # windows reads the target too.
-        passes = 3.0 if problem.direction == "dgrad" else 2.0
+        # Columns are written and read, and added back to windows in a dgrad. Short runs keep this at some 0.6 of a long
+        # copy's bandwidth (measured: 13 GB/s where a copy reaches 22), and very short ones lower.
+        passes = 2.4 if problem.direction == "dgrad" else 2.0
         row = min(width, problem.out[-1]) if problem.layouts[0] == "nchw" else c
-        copying = pixels * column * size * passes / (device.bandwidth * 2.5) * (1 + 8 / max(row, 1))
+        copying = pixels * column * size * passes / (device.bandwidth * 0.6) * (1 + 8 / max(row, 1))
         moving = problem.min_bytes / device.bandwidth * 0.5
         return products + copying + moving + panels * 8e-6
 
@@ -294,7 +297,11 @@ def _unfold_nchw(T: type) -> Kernel:
                             i += L
                     elif stride_w == 1:
                         while i < count:
-                            store_clipped(target, i, count, load_clipped(T, source, start + i, W))
+                            at = start + i
+                            if at >= 0 and at + L <= W and i + L <= count:
+                                store(target + i * SIZE, load(T, source + at * SIZE))
+                            else:
+                                store_clipped(target, i, count, load_clipped(T, source, at, W))
                             i += L
                     else:
                         if stride_w == 2:
@@ -356,8 +363,13 @@ def _fold_nchw(T: type) -> Kernel:
                             i = max(-start, 0)
                             last = min(count, W - start)
                             while i < last:
-                                total = load_clipped(T, target, start + i, W) + load_clipped(T, source, i, count)
-                                store_clipped(target, start + i, W, total)
+                                at = start + i
+                                if i + L <= last:
+                                    total = load(T, target + at * SIZE) + load(T, source + i * SIZE)
+                                    store(target + at * SIZE, total)
+                                else:
+                                    total = load_clipped(T, target, at, W) + load_clipped(T, source, i, count)
+                                    store_clipped(target, at, W, total)
                                 i += L
                         else:
                             for i in range(count):
@@ -406,6 +418,9 @@ def _unfold_nhwc(T: type) -> Kernel:
                             limit = channels if inside and at >= 0 and at < W else 0
                             run = source + at * C * SIZE
                             i = 0
+                            while i + L <= limit:
+                                store(target + i * SIZE, load(T, run + i * SIZE))
+                                i += L
                             while i < channels:
                                 store_clipped(target, i, channels, load_clipped(T, run, i, limit))
                                 i += L
@@ -461,6 +476,10 @@ def _fold_nhwc(T: type) -> Kernel:
                                 source = columns + (((pixel * T_ + t) * R + r) * S + s) * channels * SIZE
                                 sink = target + at * C * SIZE
                                 i = 0
+                                while i + L <= channels:
+                                    total = load(T, sink + i * SIZE) + load(T, source + i * SIZE)
+                                    store(sink + i * SIZE, total)
+                                    i += L
                                 while i < channels:
                                     total = load_clipped(T, sink, i, channels) + load_clipped(T, source, i, channels)
                                     store_clipped(sink, i, channels, total)
