@@ -174,7 +174,7 @@ def test_a_constant_prints_as_short_as_it_is():
         "1", "-2", "0.5", "inf", "-inf", "9007199254740992.0", "1e+22",
     ]  # fmt: skip
     assert Const(1) == Const(1.0)
-    assert Const(1) != acc
+    assert Const(1) != Const(2)
 
 
 @pytest.mark.parametrize(

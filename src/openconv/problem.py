@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from .epilogue import IDENTITY, Epilogue
@@ -96,7 +97,9 @@ class Problem:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("spatial", tuple(self.spatial))
+        for name in ("n", "c", "k", "groups"):
+            put(name, _plain(getattr(self, name)))
+        put("spatial", tuple(_plain(v) for v in self.spatial))
         rank = len(self.spatial)
         if rank not in (1, 2, 3):
             raise ValueError(f"spatial sizes are {self.spatial}; wanted 1, 2 or 3 of them")
@@ -183,7 +186,7 @@ class Problem:
 
     @property
     def is_depthwise(self) -> bool:
-        """Each input channel has filters of its own: G = C > 1, or one channel alone with one filter."""
+        """Each input channel has filters of its own: G = C."""
         return self.groups == self.c and self.c > 0
 
     @property
@@ -305,13 +308,18 @@ class Problem:
         )  # fmt: skip
 
 
+def _plain(value: Any) -> Any:
+    """NumPy's integers as Python's; anything else as it is."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _per_axis(name: str, value: Any, rank: int) -> tuple[Any, ...]:
     """One entry per axis, from one value for all or from one for each."""
-    values = tuple(value) if isinstance(value, Sequence) else (value,)
+    values = tuple(_plain(v) for v in value) if isinstance(value, Sequence) else (_plain(value),)
     if len(values) == 1:
         values *= rank
     if len(values) != rank:
@@ -321,7 +329,7 @@ def _per_axis(name: str, value: Any, rank: int) -> tuple[Any, ...]:
 
 def _ends(pad: Any) -> tuple[int, int]:
     """(low, high) of one axis."""
-    ends = tuple(pad) if isinstance(pad, Sequence) else (pad, pad)
+    ends = tuple(_plain(v) for v in pad) if isinstance(pad, Sequence) else (pad, pad)
     if len(ends) != 2:
         raise ValueError(f"padding of an axis is {pad}; wanted one value or (low, high)")
     return ends

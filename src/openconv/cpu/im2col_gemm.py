@@ -74,8 +74,8 @@ class Im2colGemm(Engine):
         return sum(region.bytes for region in _regions(problem, knobs))
 
     def knobs(self, problem: Problem, device: Device) -> Iterable[Panel]:
-        # A panel of several times the private cache still comes out of the shared one, and feeds longer products. Images
-        # of fewer than 256 pixels share a panel; larger ones fill one each, and y needs no gathering.
+        # A panel of several times the private cache still comes out of the shared one, and feeds longer products.
+        # Images of fewer than 256 pixels share a panel; larger ones fill one each, and y needs no gathering.
         cache = max(device.cache_bytes, 1 << 20)
         small = prod(problem.out) < 256
         yield _panel(problem if small else problem.with_(n=1), cache * 8)

@@ -60,6 +60,10 @@ def rank(problem: Problem, device: Device, policy: Policy) -> tuple[list[Candida
 def choose(problem: Problem, device: Device, policy: Policy) -> Candidate:
     """The best candidate; UnsupportedProblem with every engine's reasons if there is none."""
     accepted, refused = rank(problem, device, policy)
+    if not accepted and not refused:
+        raise UnsupportedProblem(
+            problem, {device.kind: ["no engine runs on this device yet; move the tensors to the CPU"]}
+        )
     if not accepted:
         raise UnsupportedProblem(problem, {r.engine.name: list(r.reasons) for r in refused})
     return accepted[0]

@@ -42,7 +42,8 @@ class Policy:
             raise ValueError(f"precision is {self.precision!r}; wanted one of {', '.join(PRECISIONS)}")
         if self.engine is not None and not isinstance(self.engine, str):
             raise TypeError(f"engine is {self.engine!r}; wanted an engine's name such as 'cpu.naive'")
-        if self.max_workspace is not None and (not isinstance(self.max_workspace, int) or self.max_workspace < 0):
+        limit = self.max_workspace
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
             raise ValueError(f"max_workspace is {self.max_workspace!r}; wanted a number of bytes >= 0")
 
     def but(self, **changes: Any) -> Policy:
