@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -240,6 +241,8 @@ def test_lazily_conjugated_and_negated_values(name):
     agree(*both(name, x, w, b.conj()))
     assert x.conj().imag.is_neg()
     agree(*both(name, x.conj().imag, w.conj().imag, b.conj().imag), strides=False)
+    agree(*both(name, torch._neg_view(x.real.contiguous()), w.real.contiguous(), b.real.contiguous()))
+    agree(*both(name, x.real.contiguous(), torch._neg_view(w.real.contiguous()), b.real.contiguous()))
 
 
 # -- nothing to compute ------------------------------------------------------------------------------------------
@@ -543,7 +546,7 @@ def test_tensors_must_be_in_one_place():
 
 def test_nothing_stands_behind_the_arguments_of_torch():
     with pytest.raises(TypeError):
-        openconv.conv2d(X, W, B, 1, 0, 1, 1, "relu")  # type: ignore[misc]
+        openconv.conv2d(X, W, B, 1, 0, 1, 1, "relu")  # type: ignore[call-arg]
 
 
 # -- values that are no numbers ----------------------------------------------------------------------------------
@@ -568,7 +571,7 @@ def test_not_a_number_stays_where_it_belongs(name, value):
 def chosen(monkeypatch):
     """The problems for which an engine was chosen."""
     seen: list[str] = []
-    choose = plan_module.choose
+    choose = plan_module.choose  # type: ignore[attr-defined]
 
     def counting(problem, device, policy):
         seen.append(str(problem))
@@ -592,6 +595,16 @@ def test_the_second_call_does_not_choose_again(chosen):
     with openconv.policy(accuracy="strict"):
         openconv.conv2d(x, w, b)
     assert len(chosen) == 5
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_what_is_remembered_of_a_call_holds_no_tensor(gradient):
+    x, w, b = integers(1, 2, 9, 5), integers(3, 2, 3, 3), integers(3)
+    alive = [weakref.ref(t) for t in (x, w, b)]
+    for _ in range(2):
+        openconv.conv2d(x, w.requires_grad_(gradient), b)
+    del x, w, b
+    assert [ref() for ref in alive] == [None, None, None]
 
 
 def test_a_refused_call_is_refused_again():

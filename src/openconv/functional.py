@@ -1,8 +1,9 @@
 """conv1d to conv3d and conv_transpose1d to 3d, with torch's signatures and meaning.
 
-A call goes one of two ways. Plain CPU tensors that need no gradient look their plan up by their metadata and run it: no
-dispatcher, a few microseconds. Everything else (autograd, torch.compile, functorch, modes, subclasses, autocast) is
-checked and goes through the operators of :mod:`openconv.torch_ops`.
+A call is checked once. The next one with the same metadata finds what the first came to: for plain CPU tensors that
+need no gradient the plan itself, which runs without the dispatcher a few microseconds later; with a gradient the
+operators of :mod:`openconv.torch_ops`. Calls that PyTorch wants to see (torch.compile, functorch, modes, subclasses,
+autocast, profiler) are checked every time and go through the operators.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .epilogue import ACTIVATIONS, Epilogue
 from .evaluate import activate
 from .plan import Plan, remember
 from .select import DEFAULT, current_policy
-from .torch_ops import dgrad, fprop, plan_pass
+from .torch_ops import dgrad, fprop, grad_wanted, plain, plan_pass, transforming, undisturbed
 
 __all__ = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
 
@@ -190,14 +190,6 @@ def _padding(padding: Size | str, rank: int, taps: Sequence[int], stride: tuple[
 # -- the call ----------------------------------------------------------------------------------------------------
 
 _calls: dict[Any, Callable[..., Tensor]] = {}
-
-_functorch_active = torch._C._are_functorch_transforms_active
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_autocasting = torch._C._is_any_autocast_enabled
-_profiling = torch.autograd._profiler_enabled
-_tracing = torch._C._is_tracing
-_PLAIN = (Tensor, torch.nn.Parameter)
 _USUAL = current_policy()
 
 
@@ -207,6 +199,7 @@ def _convolve(
     accuracy: str | None, max_workspace: int | None,
 ) -> Any:  # fmt: skip
     compiling, key = torch.compiler.is_compiling(), None
+    tensors = (input, weight, bias, residual)
     if not compiling and _direct(input, weight, bias, residual):
         try:
             policy = current_policy()
@@ -218,18 +211,16 @@ def _convolve(
                 residual if residual is None else (residual.shape, residual.dtype),
                 stride, padding, output_padding, groups, dilation, type(stride), type(padding), type(output_padding),
                 type(groups), type(dilation), activation, engine, precision, accuracy, max_workspace,
-                None if policy is _USUAL else policy, torch.get_num_threads(),
+                None if policy is _USUAL else policy, torch.get_num_threads(), grad_wanted(tensors),
             )  # fmt: skip
             found = _calls.get(key)
         except (TypeError, RuntimeError):  # a list among the arguments has no hash, a sparse tensor no strides
             found = key = None
         if found is not None:
-            operands = () if bias is None else (bias,)
-            return found(input, weight, operands if residual is None else (*operands, residual))
+            return found(input, weight, bias, residual)
     if isinstance(input, np.ndarray):
         return _through_numpy(rank, transposed, input, weight, bias, stride, padding, output_padding, groups, dilation,
                               activation, residual, engine, precision, accuracy, max_workspace)  # fmt: skip
-    tensors = (input, weight, bias, residual)
     if not compiling and has_torch_function(tensors):
         function = globals()[f"conv{'_transpose' * transposed}{rank}d"]
         last = (output_padding, groups, dilation) if transposed else (dilation, groups)
@@ -240,19 +231,58 @@ def _convolve(
     limits = _policy(compiling, engine, precision, accuracy, max_workspace)
     call = check_arguments(rank, transposed, input, weight, bias, stride, padding, output_padding, groups, dilation,
                            activation, residual, limits)  # fmt: skip
-    if key is None:
-        out = _dispatch(call)
-        return out if call.batched else out.squeeze(0)
-    plan = plan_call(call)
-    if _repeats(call, (stride, padding, output_padding, groups, dilation), tensors):
-        remember(_calls, key, plan.call if call.batched else _unbatched(plan))
-    out = plan.call(call.input, call.weight, [t for t in (call.bias, call.residual) if t is not None])
+    run = _through_operators(call) if key is None or grad_wanted(tensors) else _planned(call)
+    if key is not None and _repeats(call, (stride, padding, output_padding, groups, dilation), tensors):
+        remember(_calls, key, run if call.batched else _unbatched(run))
+    out = run(call.input, call.weight, call.bias, call.residual)
     return out if call.batched else out.squeeze(0)
 
 
+def _direct(input: Any, weight: Any, bias: Any, residual: Any) -> bool:
+    """Whether nothing but autograd stands between this call and the engine."""
+    return (
+        plain(input)
+        and plain(weight)
+        and (bias is None or plain(bias))
+        and (residual is None or plain(residual))
+        and undisturbed()
+    )
+
+
+def _planned(call: Arguments) -> Callable[..., Tensor]:
+    """The call as its plan computes it, for tensors like its own."""
+    plan = plan_call(call).call
+
+    def run(input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        operands = () if bias is None else (bias,)
+        return plan(input, weight, operands if residual is None else (*operands, residual))
+
+    return run
+
+
+def _through_operators(call: Arguments) -> Callable[..., Tensor]:
+    """The call as PyTorch knows it. Where a gradient may be wanted the activation stays outside, so that autograd keeps
+    its input; without one it is fused."""
+    size, activation = call.size, call.activation
+    geometry, policy = (call.stride, call.padding, call.dilation, call.groups), call.policy
+
+    def run(*tensors: Tensor | None) -> Tensor:
+        transformed = not torch.compiler.is_compiling() and transforming()
+        split = bool(activation) and (transformed or grad_wanted(tensors))
+        rest = (*geometry, "" if split else activation, policy)
+        out = fprop(*tensors, *rest) if size is None else dgrad(*tensors, size, *rest)
+        return activate(activation, out) if split else out
+
+    return run
+
+
+def _unbatched(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda input, *others: run(input.unsqueeze(0), *others).squeeze(0)
+
+
 def _repeats(call: Arguments, geometry: tuple[Any, ...], tensors: tuple[Any, ...]) -> bool:
-    """Whether an equal call may run the plan on its own tensors: the checks did no work on them that would have to be
-    done again, and the numbers are values, not tensors that can change."""
+    """Whether an equal call may be made on its own tensors: the checks did no work on them that would have to be done
+    again, and the numbers are values, not tensors that can change."""
     input, weight, bias, residual = tensors
     kept = call.weight is weight and call.bias is bias and call.residual is residual
     same = call.input is input if call.batched else call.input.shape[1:] == input.shape and residual is None
@@ -260,49 +290,26 @@ def _repeats(call: Arguments, geometry: tuple[Any, ...], tensors: tuple[Any, ...
     return kept and same and not any(isinstance(n, Tensor) for n in numbers)
 
 
-def _unbatched(plan: Plan) -> Callable[..., Tensor]:
-    return lambda input, weight, operands: plan.call(input.unsqueeze(0), weight, operands).squeeze(0)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _policy(compiling: bool, *asked: Any) -> str:
     """The policy of a call as text. Compiled code leaves the policy in force to be looked up when it runs."""
     base = DEFAULT if compiling else current_policy()
     return str(base.but(**dict(zip(("engine", "precision", "accuracy", "max_workspace"), asked, strict=True))))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def check_activation(text: str | None) -> str:
     """An activation's name, checked; empty for none."""
     if text is not None and not isinstance(text, str):
         raise TypeError(f"activation is {text!r}; wanted a name such as 'relu'")
+    if not text:
+        return ""
     try:
-        return text if text and Epilogue().activation(text) else ""
+        Epilogue().activation(text)
     except ValueError as error:
         names = ", ".join(ACTIVATIONS)
         raise ValueError(f"activation is {text!r}: {error}; wanted one of {names}, or like leaky_relu(0.2)") from None
-
-
-def _direct(input: Any, weight: Any, bias: Any, residual: Any) -> bool:
-    """Whether nothing stands between this call and the engine: no gradient, mode, transform, subclass or autocast."""
-    return (
-        _plain(input)
-        and _plain(weight)
-        and (bias is None or _plain(bias))
-        and (residual is None or _plain(residual))
-        and not (_dispatch_modes() or _function_modes() or _functorch_active() or _autocasting())
-        and not (_profiling() or _tracing() or forward_ad._current_level >= 0)
-    )
-
-
-def _plain(tensor: Any) -> bool:
-    """A CPU tensor whose memory holds its values and whose gradient nobody wants."""
-    return (
-        type(tensor) in _PLAIN
-        and tensor.is_cpu
-        and not (tensor.requires_grad and torch.is_grad_enabled())
-        and not (tensor.is_neg() or tensor.is_conj())
-    )
+    return text
 
 
 def plan_call(call: Arguments) -> Plan:
@@ -312,17 +319,6 @@ def plan_call(call: Arguments) -> Plan:
                      call.padding, call.dilation, call.groups, call.activation, call.policy)  # fmt: skip
 
 
-def _dispatch(call: Arguments) -> Tensor:
-    """Through the operators. Where a gradient may be wanted the activation stays outside, so that autograd keeps its
-    input; without one it is fused."""
-    tensors = (call.input, call.weight, call.bias, call.residual)
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    split = bool(call.activation) and (wanted or (not torch.compiler.is_compiling() and _functorch_active()))
-    rest = (call.stride, call.padding, call.dilation, call.groups, "" if split else call.activation, call.policy)
-    out: Tensor = fprop(*tensors, *rest) if call.size is None else dgrad(*tensors, call.size, *rest)
-    return activate(call.activation, out) if split else out
-
-
 def _through_numpy(
     rank: int, transposed: bool, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any,
     groups: Any, dilation: Any, activation: Any, residual: Any, *limits: Any,
@@ -330,7 +326,7 @@ def _through_numpy(
     """The same call on arrays; the result shares no memory with them."""
 
     def tensor(value: Any) -> Any:
-        return torch.from_numpy(np.require(value, requirements="CW")) if isinstance(value, np.ndarray) else value
+        return torch.from_numpy(np.require(value, requirements=["C", "W"])) if isinstance(value, np.ndarray) else value
 
     with torch.no_grad():
         out: Tensor = _convolve(rank, transposed, tensor(input), tensor(weight), tensor(bias), stride, padding,
@@ -354,7 +350,7 @@ def conv1d(
     :func:`conv2d` for the rest.
     """
     return _convolve(1, False, input, weight, bias, stride, padding, 0, groups, dilation, activation, residual, engine,
-                     precision, accuracy, max_workspace)  # type: ignore[no-any-return]  # fmt: skip
+                     precision, accuracy, max_workspace)  # fmt: skip
 
 
 def conv2d(
@@ -378,7 +374,7 @@ def conv2d(
     ``max_workspace``: the most bytes of scratch memory that the call may use.
     """
     return _convolve(2, False, input, weight, bias, stride, padding, 0, groups, dilation, activation, residual, engine,
-                     precision, accuracy, max_workspace)  # type: ignore[no-any-return]  # fmt: skip
+                     precision, accuracy, max_workspace)  # fmt: skip
 
 
 def conv3d(
@@ -393,7 +389,7 @@ def conv3d(
     ``input`` (N, C, D, H, W) or (C, D, H, W), ``weight`` (K, C/groups, T, R, S), ``bias`` (K). See :func:`conv2d`.
     """
     return _convolve(3, False, input, weight, bias, stride, padding, 0, groups, dilation, activation, residual, engine,
-                     precision, accuracy, max_workspace)  # type: ignore[no-any-return]  # fmt: skip
+                     precision, accuracy, max_workspace)  # fmt: skip
 
 
 def conv_transpose1d(
@@ -407,7 +403,7 @@ def conv_transpose1d(
     ``input`` (N, C, W) or (C, W), ``weight`` (C, K/groups, S), ``bias`` (K). See :func:`conv2d` for the rest.
     """
     return _convolve(1, True, input, weight, bias, stride, padding, output_padding, groups, dilation, activation,
-                     residual, engine, precision, accuracy, max_workspace)  # type: ignore[no-any-return]  # fmt: skip
+                     residual, engine, precision, accuracy, max_workspace)  # fmt: skip
 
 
 def conv_transpose2d(
@@ -422,7 +418,7 @@ def conv_transpose2d(
     ``input`` (N, C, H, W) or (C, H, W), ``weight`` (C, K/groups, R, S), ``bias`` (K). See :func:`conv2d` for the rest.
     """
     return _convolve(2, True, input, weight, bias, stride, padding, output_padding, groups, dilation, activation,
-                     residual, engine, precision, accuracy, max_workspace)  # type: ignore[no-any-return]  # fmt: skip
+                     residual, engine, precision, accuracy, max_workspace)  # fmt: skip
 
 
 def conv_transpose3d(
@@ -437,4 +433,4 @@ def conv_transpose3d(
     ``input`` (N, C, D, H, W) or (C, D, H, W), ``weight`` (C, K/groups, T, R, S), ``bias`` (K). See :func:`conv2d`.
     """
     return _convolve(3, True, input, weight, bias, stride, padding, output_padding, groups, dilation, activation,
-                     residual, engine, precision, accuracy, max_workspace)  # type: ignore[no-any-return]  # fmt: skip
+                     residual, engine, precision, accuracy, max_workspace)  # fmt: skip

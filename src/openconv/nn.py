@@ -78,7 +78,8 @@ class _Options(torch.nn.modules.conv._ConvNd):
 
     def extra_repr(self) -> str:
         given = {name: getattr(self, name) for name in ("activation", *_LIMITS)}
-        return ", ".join([super().extra_repr(), *(f"{k}={v!r}" for k, v in given.items() if v is not None)])
+        own: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return ", ".join([own, *(f"{k}={v!r}" for k, v in given.items() if v is not None)])
 
 
 class _Conv(_Options):
@@ -103,8 +104,9 @@ class _ConvTranspose(_Options, torch.nn.modules.conv._ConvTransposeNd):
         """activation(conv_transpose(input) + residual); ``output_size`` settles the output padding, as in torch."""
         if self.padding_mode != "zeros":
             raise ValueError(f"padding_mode is {self.padding_mode!r}; a transposed convolution takes 'zeros' only")
-        axes: list[Any] = [self.stride, self.padding, self.kernel_size]
-        extra = self._output_padding(input, output_size, *axes, len(self.kernel_size), self.dilation)  # type: ignore[arg-type]
+        padding, axes = self.padding, len(self.kernel_size)
+        fields: list[Any] = [input, output_size, self.stride, padding, self.kernel_size, axes, self.dilation]
+        extra = self._output_padding(*fields)
         return self._run(input, self.weight, self.bias, self.stride, self.padding, tuple(extra), self.groups,
                          self.dilation, residual=residual)  # fmt: skip
 
@@ -252,7 +254,7 @@ def _swap(module: Module, back: bool) -> str:
         if base is None:
             return "a convolution that openconv does not have"
         forward = next(t for t in own.__mro__ if "forward" in vars(t) or "_conv_forward" in vars(t))
-        code = f"a forward of its own in {forward.__name__}" if not issubclass(base, forward) else "code of its own"
+        code = "code of its own" if issubclass(base, forward) else "a forward of its own"
         return f"a subclass of {base.__module__.split('.')[0]}'s {base.__name__} with {code}"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"

@@ -11,7 +11,8 @@ with the other input conjugated where it is complex. fprop and dgrad (which is a
 epilogue of bias, residual and activation. Padding is given as low and high of each axis, flat.
 
 They are defined with ``torch.library.Library`` rather than ``custom_op``, which costs a call about 10 us more, and
-registered for fake tensors, autograd, autocast and vmap.
+registered for fake tensors, autograd, autocast and vmap. :func:`fprop`, :func:`dgrad` and :func:`wgrad` pass them over
+where nobody but autograd looks on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,18 @@ from .problem import Problem, output_size
 from .select import Policy, current_policy
 from .tensors import NAMES, layout_of
 
-__all__ = ["dgrad", "epilogue_of", "fprop", "plan_pass", "problem_of", "wgrad"]
+__all__ = [
+    "dgrad",
+    "epilogue_of",
+    "fprop",
+    "grad_wanted",
+    "plain",
+    "plan_pass",
+    "problem_of",
+    "transforming",
+    "undisturbed",
+    "wgrad",
+]
 
 Ints = Sequence[int]
 
@@ -55,28 +67,78 @@ _wgrad_op = torch.ops.openconv.wgrad.default
 
 
 def fprop(*args: Any) -> Tensor:
-    """``torch.ops.openconv.fprop``, also inside functorch's transforms."""
-    return _call(_fprop_op, _Fprop, args)
+    """``torch.ops.openconv.fprop``, by the shortest way."""
+    return _call(_fprop_op, _fprop, _Fprop, _FpropTransformed, args, 4)
 
 
 def dgrad(*args: Any) -> Tensor:
-    """``torch.ops.openconv.dgrad``, also inside functorch's transforms."""
-    return _call(_dgrad_op, _Dgrad, args)
+    """``torch.ops.openconv.dgrad``, by the shortest way."""
+    return _call(_dgrad_op, _dgrad, _Dgrad, _DgradTransformed, args, 4)
 
 
 def wgrad(*args: Any) -> Tensor:
-    """``torch.ops.openconv.wgrad``, also inside functorch's transforms."""
-    return _call(_wgrad_op, _Wgrad, args)
+    """``torch.ops.openconv.wgrad``, by the shortest way."""
+    return _call(_wgrad_op, _wgrad, _Wgrad, _WgradTransformed, args, 2)
 
 
-def _call(op: Any, function: Any, args: tuple[Any, ...]) -> Tensor:
-    # functorch and forward-mode differentiation pass over the autograd formulas of registered operators, and take those
-    # of an autograd.Function.
-    transformed = not torch.compiler.is_compiling() and (
-        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    )
-    out: Tensor = function.apply(*args) if transformed else op(*args)
+def _call(op: Any, run: Any, tracked: Any, transformed: Any, args: tuple[Any, ...], tensors: int) -> Tensor:
+    """One pass. Plain tensors need no dispatcher, which costs a registered Python operator 30 us, and 60 more where a
+    gradient is wanted. functorch and forward-mode differentiation pass over the autograd formulas of registered
+    operators, and take those of an autograd.Function."""
+    out: Tensor
+    given = [t for t in args[:tensors] if t is not None]
+    if torch.compiler.is_compiling():
+        out = op(*args)
+    elif undisturbed() and all(map(plain, given)):
+        out = (tracked.apply if grad_wanted(given) else run)(*args)
+    elif transforming():
+        out = transformed.apply(*_cast(args, given[0].device.type))
+    else:
+        out = op(*args)
     return out
+
+
+# -- what stands between a call and its engine ----------------------------------------------------------------------
+
+_functorch_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_autocasting = torch._C._is_any_autocast_enabled
+_profiling = torch.autograd._profiler_enabled
+_tracing = torch._C._is_tracing
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def undisturbed() -> bool:
+    """No mode, transform, autocast, profiler or tracer wants to see the operators."""
+    return not (
+        _dispatch_modes()
+        or _function_modes()
+        or _functorch_active()
+        or _autocasting()
+        or _profiling()
+        or _tracing()
+        or forward_ad._current_level >= 0
+    )
+
+
+def transforming() -> bool:
+    """functorch or forward-mode differentiation is at work."""
+    return _functorch_active() or forward_ad._current_level >= 0
+
+
+def plain(tensor: Any) -> bool:
+    """A CPU tensor, no subclass of it, whose memory holds its values."""
+    return type(tensor) in _PLAIN and tensor.is_cpu and not (tensor.is_neg() or tensor.is_conj())
+
+
+def grad_wanted(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether autograd has to know of an operation on these tensors."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # a third of the time of any()
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 # -- from tensors to a plan -------------------------------------------------------------------------------------
@@ -229,8 +291,7 @@ def _wgrad_fake(x: Tensor, dy: Tensor, filter: Ints, stride: Ints, padding: Ints
 
 def _save(ctx: Any, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
-    if hasattr(ctx, "save_for_forward"):  # not the operators' own: they know no forward mode
-        ctx.save_for_forward(*tensors)
+    ctx.save_for_forward(*tensors)
 
 
 def _backward_policy(policy: str) -> str:
@@ -251,8 +312,8 @@ def _before_activation(ctx: Any, grad: Tensor, value: Callable[[], Tensor]) -> T
     """The gradient in front of the activation; its input is computed again, since only the result was kept."""
     if not ctx.activation:
         return grad
-    _, pullback = torch.func.vjp(partial(activate, ctx.activation), value())
-    return pullback(grad)[0]  # type: ignore[no-any-return]
+    pullback: Any = torch.func.vjp(partial(activate, ctx.activation), value())[1]
+    return pullback(grad)[0]
 
 
 def _bias_grad(ctx: Any, grad: Tensor) -> Tensor | None:
@@ -333,17 +394,26 @@ torch.library.register_autograd("openconv::wgrad", _wgrad_backward, setup_contex
 # -- autocast ----------------------------------------------------------------------------------------------------
 
 
-def _autocast(op: Callable[..., Tensor], device: str, key: str) -> Callable[..., Tensor]:
-    keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+def _cast(args: Sequence[Any], device: str) -> Sequence[Any]:
+    """The arguments in the dtype of autocast, where it is on; float64 keeps its precision, as in torch."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return args
+    dtype = torch.get_autocast_dtype(device)
 
-    def cast(value: Any, dtype: torch.dtype) -> Any:
+    def cast(value: Any) -> Any:
         eligible = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
         return value.to(dtype) if eligible and value.device.type == device else value
 
+    return [cast(arg) for arg in args]
+
+
+def _autocast(op: Callable[..., Tensor], device: str, key: str) -> Callable[..., Tensor]:
+    keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
     def call(*args: Any) -> Tensor:
-        dtype = torch.get_autocast_dtype(device)
+        cast = _cast(args, device)
         with torch._C._ExcludeDispatchKeyGuard(keyset):
-            return op(*(cast(arg, dtype) for arg in args))
+            return op(*cast)
 
     return call
 
@@ -405,7 +475,27 @@ torch.library.register_vmap("openconv::dgrad", _vmap_dgrad, lib=_library)
 torch.library.register_vmap("openconv::wgrad", _vmap_wgrad, lib=_library)
 
 
-class _Fprop(torch.autograd.Function):
+# -- autograd.Functions --------------------------------------------------------------------------------------------
+
+
+def _tracked(name: str, run: Callable[..., Tensor], setup: Callable[..., None], backward: Callable[..., Any]) -> Any:
+    """The pass on plain tensors, known to autograd and to nobody else."""
+
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        out = run(*args)
+        setup(ctx, args, out)
+        return out
+
+    body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(f"Openconv{name}", (torch.autograd.Function,), body)
+
+
+_Fprop = _tracked("Fprop", _fprop, _fprop_setup, _fprop_backward)
+_Dgrad = _tracked("Dgrad", _dgrad, _dgrad_setup, _dgrad_backward)
+_Wgrad = _tracked("Wgrad", _wgrad, _wgrad_setup, _wgrad_backward)
+
+
+class _FpropTransformed(torch.autograd.Function):
     """fprop for functorch; likewise the two below."""
 
     forward = staticmethod(lambda *args: _fprop_op(*args))
@@ -415,7 +505,7 @@ class _Fprop(torch.autograd.Function):
     vmap = staticmethod(_vmap_fprop)
 
 
-class _Dgrad(torch.autograd.Function):
+class _DgradTransformed(torch.autograd.Function):
     forward = staticmethod(lambda *args: _dgrad_op(*args))
     setup_context = staticmethod(_dgrad_setup)
     backward = staticmethod(_dgrad_backward)
@@ -423,7 +513,7 @@ class _Dgrad(torch.autograd.Function):
     vmap = staticmethod(_vmap_dgrad)
 
 
-class _Wgrad(torch.autograd.Function):
+class _WgradTransformed(torch.autograd.Function):
     forward = staticmethod(lambda *args: _wgrad_op(*args))
     setup_context = staticmethod(_wgrad_setup)
     backward = staticmethod(_wgrad_backward)
