@@ -82,7 +82,7 @@ def details(records: Sequence[Record]) -> str:
     """Every layer, losses included."""
     peers = sorted({name for r in records for name in r.seconds if "." not in name})
     head = ("problem", "engine", "us", "p20 to p80", *(f"{p} us" for p in peers), *(f"x {p}" for p in peers), "regret")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for r in records:
         if r.chosen not in r.seconds:
             rows.append((f"`{r.problem}`", f"{r.chosen}: wrong"))

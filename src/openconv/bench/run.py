@@ -50,7 +50,7 @@ def measure(
                 calls[peer.name] = peer.prepare(problem, inputs.a, inputs.b)
         timings = race(list(calls.values()), budget=budget * len(calls))
         return Record(
-            suite=suite, label=label, problem=str(problem), chosen=accepted[0].engine.name,
+            suite=suite, label=label, problem=str(problem), chosen=candidates[0].engine.name,
             seconds={name: asdict(timing) for name, timing in zip(calls, timings, strict=True)},
             predicted={c.engine.name: c.cost for c in candidates}, error=errors, wrong=wrong,
             machine=environment(device),
