@@ -106,6 +106,7 @@ _function_modes = torch._C._len_torch_function_stack
 _autocasting = torch._C._is_any_autocast_enabled
 _profiling = torch.autograd._profiler_enabled
 _tracing = torch._C._is_tracing
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -129,7 +130,8 @@ def transforming() -> bool:
 
 def plain(tensor: Any) -> bool:
     """A CPU tensor, no subclass of it, whose memory holds its values."""
-    return type(tensor) in _PLAIN and tensor.is_cpu and not (tensor.is_neg() or tensor.is_conj())
+    ordinary = type(tensor) in _PLAIN and tensor.is_cpu and not (tensor.is_neg() or tensor.is_conj())
+    return ordinary and not _wrapped(tensor)  # functorch's wrappers can outlive its transforms
 
 
 def grad_wanted(tensors: Sequence[Tensor | None]) -> bool:
