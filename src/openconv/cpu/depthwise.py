@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from math import gcd, prod
 from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
 from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
-from ..problem import DTYPE_BYTES, Problem
+from ..problem import Problem
 from .runtime import Kernel, kernel, launch
 from .simd import (
     LANE_BYTES,
@@ -35,6 +34,7 @@ from .simd import (
     emit_splat,
     emit_store,
     fill,
+    fma,
     horizontal_sum,
     inline,
     is_block,
@@ -54,15 +54,14 @@ from .simd import (
 
 __all__ = ["Depthwise", "DepthwiseKnobs"]
 
+_DTYPES = {"f32": np.float32, "f64": np.float64}
+
 
 @dataclass(frozen=True)
 class DepthwiseKnobs(Knobs):
-    """``panel``: bytes of input that a thread copies, padded, into its scratch memory at a time."""
+    """``panel``: nchw, bytes of padded input that a thread holds at a time; nhwc, bytes of weights."""
 
     panel: int
-
-
-_DTYPES = {"f32": np.float32, "f64": np.float64}
 
 
 class Depthwise(Engine):
@@ -87,7 +86,7 @@ class Depthwise(Engine):
         return _plan(problem, device.threads, knobs).workspace
 
     def knobs(self, problem: Problem, device: Device) -> Iterator[DepthwiseKnobs]:
-        for panel in (16 << 10, 32 << 10, 64 << 10):
+        for panel in (16 << 10, 32 << 10):
             yield DepthwiseKnobs(panel)
 
     def cost(self, problem: Problem, device: Device, knobs: Any) -> float:
@@ -95,40 +94,42 @@ class Depthwise(Engine):
 
     def build(self, problem: Problem, device: Device, knobs: Any) -> Runner:
         plan = _plan(problem, device.threads, knobs)
-        T = _DTYPES[problem.dtypes[0]]
-        table = plan.table
-        head = table.data_ptr()
-        if problem.direction == "wgrad":
-            wgrad = _wgrad_kernel(T, plan.columns, plan.taps, plan.step, plan.group)
-            threads = device.threads
+        table, head = plan.table, plan.table.data_ptr()
+        compiled = plan.kernel()
+        threads = plan.threads
+        if plan.finish is not None:
+            finish = plan.finish()
 
             def run_wgrad(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
+                assert workspace is not None and table is plan.table
                 scratch = (workspace.data_ptr() + 63) & -64
-                launch(wgrad, (head, a.data_ptr(), b.data_ptr(), out.data_ptr(), scratch), threads)
-                del table_ref[0:0]
+                launch(compiled, (head, a.data_ptr(), b.data_ptr(), scratch), threads)
+                launch(finish, (head, out.data_ptr(), scratch), threads)
 
-            table_ref = [table]
             return run_wgrad
 
-        correlate = _correlate_kernel(T, plan.columns, plan.taps, plan.step)
-        threads = device.threads
-
         def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
+            assert workspace is not None and table is plan.table
             scratch = (workspace.data_ptr() + 63) & -64
-            first = 0 if bias is None else bias.data_ptr()
-            launch(correlate, (head, a.data_ptr(), b.data_ptr(), out.data_ptr(), first, scratch), threads)
-            del keep[0:0]
+            first, y = 0 if bias is None else bias.data_ptr(), out.data_ptr()
+            stream = int(plan.stream and y % LANE_BYTES == 0)
+            launch(compiled, (head, a.data_ptr(), b.data_ptr(), y, first, scratch, stream), threads)
 
-        keep = [table]
         return run
 
 
-# ---- plan: what the kernels read --------------------------------------------------------------------------------
+# ---- phases: every pass as plain correlations ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Phase:
-    """out[first + every*i] = sum over j < taps of  w[w_first + w_step*j] * src[step*i + origin + spread*j], i < count."""
+    """One axis of a correlation, for i < count:
+
+    out[first + every*i] = sum over j < taps of  w[w_first + w_step*j] * src[step*i + origin + spread*j]
+
+    fprop is one phase. A dgrad of stride s is s of them, one for each remainder of the position in dx, each of which
+    meets only the taps that fall on whole positions of dy; nothing is multiplied by inserted zeros.
+    """
 
     first: int
     every: int
@@ -140,18 +141,31 @@ class _Phase:
     w_first: int
     w_step: int
 
+    def split(self, parts: int) -> list[_Phase]:
+        """The same outputs as `parts` phases: output f, f + parts, f + 2 * parts, ... in the f-th."""
+        return [
+            _Phase(
+                self.first + self.every * f, self.every * parts, (self.count - f + parts - 1) // parts,
+                self.step * parts, self.origin + self.step * f, self.spread, self.taps, self.w_first, self.w_step,
+            )
+            for f in range(min(parts, self.count))
+        ]  # fmt: skip
+
 
 def _phases(problem: Problem, axis: int) -> list[_Phase]:
+    """The phases of an axis; an axis that the problem does not have (negative) has a single position and tap."""
+    if axis < 0:
+        return [_Phase(0, 1, 1, 1, 0, 1, 1, 0, 1)]
     size, taps, stride = problem.spatial[axis], problem.filter[axis], problem.stride[axis]
     low, dil, out = problem.padding[axis][0], problem.dilation[axis], problem.out[axis]
     if problem.direction != "dgrad":
         return [_Phase(0, 1, out, stride, -low, dil, taps, 0, 1)]
-    phases = []
     shared = gcd(dil, stride)
+    phases = []
     for first in range(min(stride, size)):
-        hits = [t for t in range(taps) if (first + low - t * dil) % stride == 0]
         count = (size - first + stride - 1) // stride
-        if hits:
+        hits = [t for t in range(taps) if (first + low - t * dil) % stride == 0]
+        if hits:  # dx[first + stride*i] meets dy[i + (first + low - t*dil) / stride], the last tap first
             origin = (first + low - hits[-1] * dil) // stride
             phases.append(_Phase(first, stride, count, 1, origin, dil // shared, len(hits), hits[-1], -stride // shared))
         else:
@@ -159,214 +173,420 @@ def _phases(problem: Problem, axis: int) -> list[_Phase]:
     return phases
 
 
-def _split(phase: _Phase, parts: int) -> list[_Phase]:
-    return [
-        _Phase(
-            phase.first + phase.every * f, phase.every * parts, (phase.count - f + parts - 1) // parts,
-            phase.step * parts, phase.origin + phase.step * f, phase.spread, phase.taps, phase.w_first, phase.w_step,
-        )
-        for f in range(min(parts, phase.count))
-    ]  # fmt: skip
+def _reach(phases: list[_Phase]) -> tuple[int, int]:
+    """Where the source of output 0 begins, over all phases, and how many positions it covers."""
+    used = [p for p in phases if p.taps]
+    low = min((p.origin for p in used), default=0)
+    return low, max((p.origin + (p.taps - 1) * p.spread for p in used), default=low) - low + 1
 
 
-_HEADER = (
-    "tiles minors spots rects majors per_major chunk units groups "
-    "src_c src_d src_h src_w dst_c dst_d dst_h dst_w div fan filter_taps plane_taps "
-    "origin_h origin_w step_h step_w reach_h reach_w pitch slice seg "
-    "thread_bytes panel_bytes side_pitch every_w depth_every depth_at rects_at phases_at phases "
-    "step_b unit_w pack_bytes grid_spans chunks groups_at group_count outputs"
-).split()
+def _reuse(phases: list[_Phase]) -> tuple[list[_Phase], int, int]:
+    """How a block of outputs shares what it loads along an axis: the phases to use, taps at once, step.
+
+    Output j reads positions step*j + t for t < taps; that needs a stride that is a multiple of the dilation, which
+    splitting the outputs into phases can arrange. Without it every tap goes by itself: taps = 1.
+    """
+    most = max(phases, key=lambda p: p.taps)
+    parts = most.spread // gcd(most.spread, most.step)
+    if parts > 1 and most.count >= 4 * parts:
+        phases = [q for p in phases for q in p.split(parts)]
+        most = max(phases, key=lambda p: p.taps)
+    step = most.step // most.spread
+    if most.step % most.spread or step >= most.taps:
+        return phases, 1, 1
+    taps = most.taps
+    if taps > 7:  # so many weights and a block of 8 sums fill the 16 registers of AVX2
+        taps = min(range(3, 8), key=lambda c: (most.taps // c + most.taps % c, -c))
+    return phases, taps, step
+
+
+# ---- plans: what the kernels read ------------------------------------------------------------------------------
+
+# Words of a plan's table, in this order. Strides (SRC_*, DST_*) and pitches are in bytes.
 (
-    TILES, MINORS, SPOTS, RECTS, MAJORS, PER_MAJOR, CHUNK, UNITS, GROUPS,
-    SRC_C, SRC_D, SRC_H, SRC_W, DST_C, DST_D, DST_H, DST_W, DIV, FAN, FILTER_TAPS, PLANE_TAPS,
-    ORIGIN_H, ORIGIN_W, STEP_H, STEP_W, REACH_H, REACH_W, PITCH, SLICE, SEG,
-    THREAD_BYTES, PANEL_BYTES, SIDE_PITCH, EVERY_W, DEPTH_EVERY, DEPTH_AT, RECTS_AT, PHASES_AT, PHASES,
-    STEP_B, UNIT_W, PACK_BYTES, GRID_SPANS, CHUNKS, GROUPS_AT, GROUP_COUNT, OUTPUTS,
-) = range(len(_HEADER))  # fmt: skip
+    TILES, SPOTS, CHUNKS, CHUNK, UNITS,
+    SRC_N, SRC_C, SRC_D, SRC_H, SRC_W, DST_N, DST_C, DST_D, DST_H, DST_W,
+    CHANNELS, DEPTH, HEIGHT, WIDTH, OUT_W, DIV, FAN, FILTER_T, FILTER_R, FILTER_S,
+    D_EVERY, D_AT, PHASES, PHASES_AT, THREAD_BYTES, STEP_H, STEP_W,
+    RECTS, RECTS_AT, ORIGIN_H, ORIGIN_W, REACH_H, REACH_W, PITCH, SLICE, SEG, STEP_B, PANEL_BYTES, SIDE_PITCH,
+    EVERY_W, WIDE,
+    STRIPS, STRIP, GRID_H, PACK_PITCH, PACK_BYTES, SRC_PIXELS, DST_PIXELS, SRC_BYTES, ROWS_BYTES,
+    ITEMS, PARTS, PARTIAL_BYTES, PARTIALS_BYTES, TAPS_AT, TAP_GROUPS, ACC_BYTES,
+    WORDS,
+) = range(63)  # fmt: skip
 
-BIG = 8
-LEVEL = 3
-PF = False
-SMALL = 4
+# Words of a phase: both axes of a correlation.
+(
+    H_FIRST, H_EVERY, H_COUNT, H_ORIGIN, H_SPREAD, H_TAPS, H_W_FIRST, H_W_STEP,
+    W_FIRST, W_EVERY, W_COUNT, W_ORIGIN, W_SPREAD, W_TAPS, W_W_FIRST, W_W_STEP,
+    FULL_AT, FULL, SINGLE_AT, SINGLE, TAP, JUMP, W_BYTES, LAST_W, INNER_LO, INNER_HI,
+    PHASE_WORDS,
+) = range(27)  # fmt: skip
+
+BIG, SMALL = 8, 4
+BORDER_TAPS = 5
+PLANAR_WGRAD = 1 << 30
+GROUP = 9
+STREAM_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    columns: bool
-    taps: int
-    step: int
-    group: int
+    """The table a kernel reads, how to get the kernel, and what a call needs."""
+
+    kernel: Callable[[], Kernel]
     table: Tensor
+    threads: int
     workspace: int
+    stream: bool = False
+    finish: Callable[[], Kernel] | None = None
 
 
-def _chunk_of(taps: int) -> int:
-    if taps <= 7:
-        return max(taps, 1)
-    return min(range(3, 8), key=lambda c: (taps // c + taps % c, -c))
+class _Table:
+    """Int64 words: the named ones first, lists behind them."""
+
+    def __init__(self) -> None:
+        self.words = [0] * WORDS
+
+    def put(self, values: list[int]) -> int:
+        """Append a list; returns its offset in bytes."""
+        at = 8 * len(self.words)
+        self.words += values
+        return at
+
+    def set(self, **values: int) -> None:
+        for name, value in values.items():
+            self.words[globals()[name]] = value
+
+    def tensor(self) -> Tensor:
+        return torch.tensor(self.words, dtype=torch.int64)
 
 
 def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
+def _threads(problem: Problem, threads: int) -> int:
+    return max(1, min(threads, problem.macs // 100_000))
+
+
 @functools.lru_cache(maxsize=1024)
 def _plan(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
-    rank = problem.rank
-    columns = rank == 1 or problem.layouts[0] == "nchw"
     T = _DTYPES[problem.dtypes[0]]
-    size, L = np.dtype(T).itemsize, lanes(T)
+    channels_last = problem.rank > 1 and problem.layouts[0] == "nhwc"
     wgrad = problem.direction == "wgrad"
-    one = [_Phase(0, 1, 1, 1, 0, 1, 1, 0, 1)]
-    axes = [one] * (3 - rank) + [_phases(problem, a) for a in range(rank)]
-    spatial = (1,) * (3 - rank) + problem.spatial
-    out = (1,) * (3 - rank) + problem.out
-    filt = (1,) * (3 - rank) + problem.filter
-    mult = problem.k // problem.c
-    A = 1 if columns else 2
-    # reuse along A
-    base = axes[A][0] if wgrad or problem.direction == "fprop" else max(axes[A], key=lambda p: p.taps)
-    parts = base.spread // gcd(base.spread, base.step)
-    if not wgrad and parts > 1 and base.count // parts >= 4:
-        axes[A] = [q for p in axes[A] for q in (_split(p, parts) if p.taps else [p])]
-    live = [p for p in axes[A] if p.taps]
-    ref = live[0] if live else axes[A][0]
-    if live and ref.step % ref.spread == 0 and ref.step // ref.spread < max(p.taps for p in live):
-        step, taps = ref.step // ref.spread, _chunk_of(max(p.taps for p in live))
-    else:
-        step, taps = 1, 1
-    (sd, sh, sw), (dd, dh, dw) = (spatial, out) if problem.direction != "dgrad" else (out, spatial)
-    src_c, dst_c = (problem.c, problem.k) if problem.direction != "dgrad" else (problem.k, problem.c)
-    div, fan = (mult, 1) if problem.direction != "dgrad" else (1, mult)
+    if problem.c == problem.k and problem.c >= lanes(T):
+        if channels_last or _planar(problem, lanes(T)):
+            plan = _plan_pixels_wgrad if wgrad else _plan_pixels
+            return plan(problem, threads, knobs, T, planar=not channels_last)
+    return (_plan_planes_wgrad if wgrad else _plan_planes)(problem, threads, knobs, T, channels_last)
 
-    def union(phases: list[_Phase]) -> tuple[int, int]:
-        used = [p for p in phases if p.taps]
-        if not used:
-            return 0, 1
-        low = min(p.origin for p in used)
-        return low, max(p.origin + (p.taps - 1) * p.spread for p in used) - low + 1
 
-    origin_h, reach_h = union(axes[1])
-    origin_w, reach_w = union(axes[2])
-    # All phases of an axis advance alike, up to the splitting in parts of A, where step * parts steps belong to `parts` outputs.
-    step_h, step_w = axes[1][0].step, axes[2][0].step
-    grid_h, grid_w = max(p.count for p in axes[1]), max(p.count for p in axes[2])
-    slices = fan * max(p.taps for p in axes[0])
-    slices = max(slices, 1)
-    every_w = axes[2][0].every if columns else 1
-    # -- rectangles
-    group = max(1, 9 // taps) if taps > 1 else 9
-    blk = BIG
+def _planar(problem: Problem, L: int) -> bool:
+    """Whether planes are small enough to be transposed into pixels and back."""
+    pixels = prod(problem.spatial) + prod(problem.out)
+    if problem.rank == 3:
+        return False
+    if problem.direction == "wgrad":
+        return pixels <= PLANAR_WGRAD
+    if problem.direction == "dgrad" and max(problem.stride) > 1:
+        return pixels <= 512 * L
+    return pixels <= 28 * L
 
-    def panel_shape(rows: int, cols: int) -> tuple[int, int, int]:
-        need_w = (cols - 1) * step_w + reach_w
-        if columns:
-            seg = _up(-(-need_w // step_w), L)
-            pitch = seg * step_w * size
+
+def _common(problem: Problem, size: int, channels_last: bool) -> tuple[_Table, list[list[_Phase]]]:
+    """What both plans share: sizes and strides of source and destination, depth phases."""
+    rank = problem.rank
+    table = _Table()
+    axes = [_phases(problem, axis - (3 - rank)) for axis in range(3)]
+    one = (1,) * (3 - rank)
+    forward = problem.direction != "dgrad"
+    ends = [(problem.c, *one, *problem.spatial), (problem.k, *one, *problem.out)]
+    for name, (c, d, h, w) in zip(("SRC", "DST"), ends if forward else ends[::-1], strict=True):
+        strides = (d * h * w * c, 1, h * w * c, w * c, c) if channels_last else (c * d * h * w, d * h * w, h * w, w, 1)
+        table.set(**{f"{name}_{axis}": size * stride for axis, stride in zip("NCDHW", strides, strict=True)})
+        if name == "SRC":
+            table.set(DEPTH=d, HEIGHT=h, WIDTH=w)
         else:
-            seg = 0
-            pitch = need_w * L * size
-        return seg, pitch, (rows - 1) * step_h + reach_h
+            table.set(CHANNELS=c, OUT_W=w)
+    filt = one + problem.filter
+    multiplier = problem.k // problem.c
+    table.set(
+        DIV=multiplier if forward else 1, FAN=1 if forward else multiplier,
+        FILTER_T=filt[0], FILTER_R=filt[1], FILTER_S=filt[2],
+        D_EVERY=axes[0][0].every, STEP_H=axes[1][0].step, STEP_W=axes[2][0].step,
+        D_AT=table.put([v for p in axes[0] for v in (p.step, p.origin, p.spread, p.taps, p.w_first, p.w_step)]),
+    )  # fmt: skip
+    return table, axes
+
+
+def _phase_words(h: _Phase, w: _Phase) -> list[int]:
+    words = [0] * PHASE_WORDS
+    words[:16] = [
+        h.first, h.every, h.count, h.origin, h.spread, h.taps, h.w_first, h.w_step,
+        w.first, w.every, w.count, w.origin, w.spread, w.taps, w.w_first, w.w_step,
+    ]  # fmt: skip
+    return words
+
+
+def _out_depth(problem: Problem) -> int:
+    sizes = problem.spatial if problem.direction == "dgrad" else problem.out
+    return sizes[0] if problem.rank == 3 else 1
+
+
+def _plan_planes(problem: Problem, threads: int, knobs: DepthwiseKnobs, T: type, channels_last: bool) -> _Plan:
+    size, L = np.dtype(T).itemsize, lanes(T)
+    V = L * size
+    table, (depth, axis_h, axis_w) = _common(problem, size, channels_last)
+    wide = max(p.count for p in axis_h) < 4
+    taps = step = 1
+    if not wide:
+        axis_h, taps, step = _reuse(axis_h)
+    (origin_h, reach_h), (origin_w, reach_w) = _reach(axis_h), _reach(axis_w)
+    step_h, step_w = axis_h[0].step, axis_w[0].step
+    grid_h, grid_w = max(p.count for p in axis_h), max(p.count for p in axis_w)
+    fan = problem.k // problem.c if problem.direction == "dgrad" else 1
+    slices = max(1, fan * max(p.taps for p in depth))
+    every_w = axis_w[0].every
+    least = min(grid_h, 1 if wide else BIG)
+
+    def row_of(cols: int) -> tuple[int, int]:
+        seg = _up(-(-((cols - 1) * step_w + reach_w) // step_w), L)
+        return seg, seg * step_w * size
 
     cols = grid_w
-    budget = knobs.panel
-    min_rows = min(grid_h, blk if columns else 1)
-    while True:
-        seg, pitch, in_rows = panel_shape(min_rows, cols)
-        if slices * in_rows * pitch <= budget or cols <= 4 * (L if columns else 1):
-            break
-        cols = max(_up(-(-cols // 2), L if columns else 1), 1)
-    rows = max(min_rows, min(grid_h, (budget // (slices * pitch) - reach_h) // step_h + 1))
-    strips = -(-grid_h // rows)
-    rows = -(-grid_h // strips)
-    if columns and strips > 1:
-        rows = _up(rows, blk)
-    seg, pitch, in_rows = panel_shape(rows, cols)
+    while slices * ((least - 1) * step_h + reach_h) * row_of(cols)[1] > knobs.panel and cols > 8 * L:
+        cols = _up(-(-cols // 2), L)
+    seg, pitch = row_of(cols)
+    rows = max(least, min(grid_h, (knobs.panel // (slices * pitch) - reach_h) // step_h + 1))
+    rows = -(-grid_h // -(-grid_h // rows))
+    if rows < grid_h and not wide:
+        rows = min(grid_h, _up(rows, BIG))
     rects = [
-        (i, min(rows, grid_h - i), j, min(cols, grid_w - j)) for i in range(0, grid_h, rows) for j in range(0, grid_w, cols)
-    ]
-    slice_bytes = in_rows * pitch
-    # slack: a block reads up to BIG outputs beyond, a vector up to L columns
-    slack = (blk * step_h * pitch + L * size * 2) if columns else (blk * step_w + reach_w) * L * size
-    panel_bytes = _up(slices * slice_bytes + slack, 64)
-    side_pitch = _up(cols, L) * size if every_w > 1 else 0
-    side_bytes = _up(rows * every_w * side_pitch, 64)
-    RS = filt[1] * filt[2]
-    lanes_of = 1 if columns else L
-    groups = -(-dst_c // lanes_of)
-    wb = size if columns else L * size
-    pack_bytes = 0 if columns else fan * filt[0] * RS * L * size
-    flags = 0 if columns else groups * 8
-    n = problem.n
-    words: dict[str, int] = dict.fromkeys(_HEADER, 0)
-    data: list[int] = []
-    H = len(_HEADER)
+        v for i in range(0, grid_h, rows) for j in range(0, grid_w, cols)
+        for v in (i, min(rows, grid_h - i), j, min(cols, grid_w - j))
+    ]  # fmt: skip
+    in_rows = (rows - 1) * step_h + reach_h
+    # A block reads up to BIG outputs beyond the last one and a vector up to L columns; the results are not stored.
+    slack = BIG * (V if wide else step_h * pitch) + 2 * V
+    panel_bytes = _up(slices * in_rows * pitch + slack, 64)
+    direct = every_w == 1 and not channels_last
+    side_pitch = 0 if direct else _up(cols, L) * size
+    filt_s = problem.filter[-1]
 
-    def put(values: list[int]) -> int:
-        at = (H + len(data)) * 8
-        data.extend(values)
-        return at
+    records = []
+    for h in axis_h:
+        for w in axis_w:
+            words = _phase_words(h, w)
 
-    phases = []
-    for ph in axes[1]:
-        for pw in axes[2]:
-            if ph.count == 0 or pw.count == 0:
-                continue
-            pa, pb = (ph, pw) if columns else (pw, ph)
-            full, single = [], []
+            def place(r: int, s: int, h: _Phase = h, w: _Phase = w) -> tuple[int, int]:
+                row, col = h.origin - origin_h + r * h.spread, w.origin - origin_w + s * w.spread
+                index = (h.w_first + h.w_step * r) * filt_s + w.w_first + w.w_step * s
+                return row * pitch + (col % step_w * seg + col // step_w) * size, index * size
 
-            def place(r: int, s: int, ph: _Phase = ph, pw: _Phase = pw) -> tuple[int, int]:
-                row = ph.origin - origin_h + r * ph.spread
-                col = pw.origin - origin_w + s * pw.spread
-                if columns:
-                    where = row * pitch + ((col % step_w) * seg + col // step_w) * size
-                else:
-                    where = row * pitch + col * L * size
-                index = (ph.w_first + ph.w_step * r) * filt[2] + pw.w_first + pw.w_step * s
-                return where, index * wb
-
-            whole = pa.taps // taps if taps > 1 else 0
-            for b in range(pb.taps):
-                for a in range(0, whole * taps, taps):
-                    full += place(*((a, b) if columns else (b, a)))
-            for b in range(pb.taps):
-                for a in range(whole * taps, pa.taps):
-                    single += place(*((a, b) if columns else (b, a)))
-            at1 = put(full)
-            at2 = put(single)
-            unit_a = pitch if columns else L * size
-            w_a = pa.w_step * (filt[2] if columns else 1) * wb
-            phases.append(
-                [ph.first, ph.every, ph.count, pw.first, pw.every, pw.count,
-                 at1, len(full) // 2, at2, len(single) // 2, pa.spread * unit_a, pa.step * unit_a, w_a, int(pw is axes[2][-1])]
-            )  # fmt: skip
-    words["phases_at"] = put([v for p in phases for v in p])
-    words["phases"] = len(phases)
-    words["depth_at"] = put([v for p in axes[0] for v in (p.step, p.origin, p.spread, p.taps, p.w_first, p.w_step)])
-    words["depth_every"] = axes[0][0].every
-    words["rects_at"] = put([v for r in rects for v in r])
-    units = n * groups
-    spots = dd * len(rects)
-    if columns:
-        chunk = max(1, min(units * spots // (16 * threads), units // (4 * threads)) // spots)
-        words.update(majors=-(-units // chunk), per_major=chunk, minors=1, chunk=chunk)
-    else:
-        chunk = max(1, min(groups, units * spots // (16 * threads)))
-        chunk = -(-groups // -(-groups // chunk))
-        words.update(majors=n, per_major=groups, minors=-(-groups // chunk), chunk=chunk)
-    words.update(
-        spots=spots, rects=len(rects), units=units, groups=groups,
-        src_c=src_c, src_d=sd, src_h=sh, src_w=sw, dst_c=dst_c, dst_d=dd, dst_h=dh, dst_w=dw,
-        div=div, fan=fan, filter_taps=fan * filt[0] * RS, plane_taps=RS,
-        origin_h=origin_h, origin_w=origin_w, step_h=step_h, step_w=step_w, reach_h=reach_h, reach_w=reach_w,
-        pitch=pitch, slice=slice_bytes, seg=seg, panel_bytes=panel_bytes, side_pitch=side_pitch, every_w=every_w,
-        step_b=L * size if columns else step_h * pitch, pack_bytes=pack_bytes,
+            whole = h.taps // taps * taps if taps > 1 else 0
+            full = [v for s in range(w.taps) for r in range(0, whole, taps) for v in place(r, s)]
+            single = [v for s in range(w.taps) for r in range(whole, h.taps) for v in place(r, s)]
+            words[FULL_AT], words[FULL] = table.put(full), len(full) // 2
+            words[SINGLE_AT], words[SINGLE] = table.put(single), len(single) // 2
+            words[TAP], words[JUMP] = h.spread * pitch, V if wide else h.step * pitch
+            words[W_BYTES] = h.w_step * filt_s * size
+            words[LAST_W] = int(w is axis_w[-1])
+            records.append(words)
+    spots = _out_depth(problem) * (len(rects) // 4)
+    channels = problem.c if problem.direction == "dgrad" else problem.k
+    units = problem.n * channels
+    threads = _threads(problem, threads)
+    chunk = max(1, min(units // (4 * threads), units * spots // (16 * threads)) // spots)
+    chunks = -(-units // chunk)
+    thread_bytes = _up(panel_bytes + rows * every_w * side_pitch, 64)
+    table.set(
+        TILES=chunks * spots, SPOTS=spots, CHUNKS=chunks, CHUNK=chunk, UNITS=units,
+        PHASES=len(records), PHASES_AT=table.put([v for r in records for v in r]),
+        RECTS=len(rects) // 4, RECTS_AT=table.put(rects), ORIGIN_H=origin_h, ORIGIN_W=origin_w, REACH_H=reach_h,
+        REACH_W=reach_w, STEP_H=step_h, PITCH=pitch, SLICE=in_rows * pitch, SEG=seg,
+        STEP_B=step_h * pitch if wide else V, PANEL_BYTES=panel_bytes,
+        SIDE_PITCH=side_pitch, EVERY_W=every_w, WIDE=int(wide), THREAD_BYTES=thread_bytes,
     )  # fmt: skip
-    words["tiles"] = words["majors"] * words["minors"] * spots
-    thread_bytes = _up(panel_bytes + side_bytes + groups * pack_bytes + flags, 64)
-    words["thread_bytes"] = thread_bytes
-    table = torch.tensor([words[k] for k in _HEADER] + data, dtype=torch.int64)
-    return _Plan(columns, taps, step, group, table, thread_bytes * threads + 64)
+    return _Plan(functools.partial(_planes_kernel, T, taps, step), table.tensor(), threads, thread_bytes * threads + 64)
+
+
+def _plan_pixels(problem: Problem, threads: int, knobs: DepthwiseKnobs, T: type, planar: bool) -> _Plan:
+    size, L = np.dtype(T).itemsize, lanes(T)
+    V = L * size
+    table, (depth, axis_h, axis_w) = _common(problem, size, channels_last=not planar)
+    source_bytes = result_bytes = 0
+    if planar:
+        source, result = (problem.spatial, problem.out)[:: -1 if problem.direction == "dgrad" else 1]
+        source_bytes, result_bytes = prod(source) * V, max(L, prod(result)) * V
+        table.set(SRC_H=source[-1] * V, SRC_W=V, DST_H=result[-1] * V, DST_W=V, SRC_PIXELS=prod(source))
+        table.set(DST_PIXELS=prod(result), SRC_BYTES=source_bytes)
+    axis_w, taps, step = _reuse(axis_w)
+    width = table.words[WIDTH]
+    filt = (1,) * (3 - problem.rank) + problem.filter
+    count = filt[0] * filt[1] * filt[2]
+    C = problem.c
+    groups = C // L
+    chunk = max(1, min(groups, knobs.panel // (count * V)))
+    grid_h = max(p.count for p in axis_h)
+    grid_w = sum(p.count for p in axis_w)
+    threads = _threads(problem, threads)
+    out_d = _out_depth(problem)
+    need = 8 * threads
+    chunks = -(-groups // chunk)
+    tiles = problem.n * out_d * chunks
+    strips = max(1, min(grid_h, -(-need // tiles), grid_h * grid_w // 128))
+    tiles *= strips
+    if tiles < need:
+        chunks = max(chunks, min(groups // 2, chunks * -(-need // tiles)))
+    chunk = -(-groups // chunks)
+    chunks = -(-groups // chunk)
+    if planar:
+        chunk, chunks, strips = 1, -(-C // L), 1
+    strip = -(-grid_h // strips)
+    strips = -(-grid_h // strip)
+    pack_pitch = (chunk + 2) * V
+    records = []
+    for h in axis_h:
+        for w in axis_w:
+            words = _phase_words(h, w)
+            words[FULL] = w.taps // taps if taps > 1 else 0
+            words[SINGLE] = w.taps - words[FULL] * taps
+            pixel = table.words[SRC_W]
+            words[TAP], words[JUMP], words[W_BYTES] = w.spread * pixel, w.step * pixel, w.w_step * pack_pitch
+            lo = -(w.origin // w.step) if w.origin < 0 else 0
+            hi = (width - 1 - w.origin - (w.taps - 1) * w.spread) // w.step + 1
+            words[INNER_LO] = min(max(lo, 0), w.count)
+            words[INNER_HI] = min(max(hi, words[INNER_LO]), w.count)
+            records.append(words)
+    rows_bytes = 16 * (1 + max(p.taps for p in depth) * max(p.taps for p in axis_h))
+    pack_bytes = count * pack_pitch
+    table.set(ROWS_BYTES=rows_bytes)
+    thread_bytes = _up(pack_bytes + pack_pitch + source_bytes + result_bytes + rows_bytes, 64)
+    table.set(
+        TILES=problem.n * out_d * strips * chunks, SPOTS=out_d * strips, CHUNKS=chunks, CHUNK=chunk * L,
+        UNITS=problem.n, PHASES=len(records), PHASES_AT=table.put([v for r in records for v in r]), STEP_W=axis_w[0].step,
+        STRIPS=strips, STRIP=strip, GRID_H=grid_h, PACK_PITCH=pack_pitch, PACK_BYTES=pack_bytes,
+        THREAD_BYTES=thread_bytes,
+    )  # fmt: skip
+    stream = prod(problem.result_shape) * size >= STREAM_BYTES and C * size % LANE_BYTES == 0 and not planar
+    kernel = functools.partial(_pixels_kernel, T, taps, step, planar)
+    return _Plan(kernel, table.tensor(), threads, thread_bytes * threads + 64, stream)
+
+
+_TASKS = 16  # of a wgrad, whatever the number of threads: the order of the sums must not depend on it
+
+
+def _plan_pixels_wgrad(problem: Problem, threads: int, knobs: DepthwiseKnobs, T: type, planar: bool) -> _Plan:
+    size, L = np.dtype(T).itemsize, lanes(T)
+    V = L * size
+    table, (depth, axis_h, axis_w) = _common(problem, size, channels_last=not planar)
+    (d,), (h,), (w,) = depth, axis_h, axis_w
+    filt = (1,) * (3 - problem.rank) + problem.filter
+    count = prod(filt)
+    step = w.step // w.spread if w.step % w.spread == 0 and w.step // w.spread < w.taps else 1
+    taps = _reuse([w])[1] if w.step % w.spread == 0 else 1
+    C = problem.c
+    groups = -(-C // L)
+    P, Q = h.count, w.count
+    strip = max(1, min(P, -(-256 // Q)))
+    source_bytes = result_bytes = 0
+    if planar:
+        in_rows = (strip - 1) * h.step + (h.taps - 1) * h.spread + 1
+        width = problem.spatial[-1]
+        height = problem.spatial[0] if problem.rank == 2 else 1
+        source_bytes, result_bytes = min(in_rows, height) * width * V, strip * Q * V
+        source_bytes, result_bytes = max(source_bytes, V * L), max(result_bytes, V * L)
+        table.set(SRC_H=width * V, SRC_W=V, DST_H=Q * V, DST_W=V, SRC_PIXELS=height * width, DST_PIXELS=P * Q)
+        table.set(SRC_BYTES=source_bytes)
+    strips = -(-P // strip)
+    items = problem.n * d.count * strips
+    whole = C // L
+    chunk = max(1, min(whole, knobs.panel // (count * V)))
+    chunks = -(-whole // chunk)
+    parts = max(1, min(items, -(-_TASKS // chunks)))
+    if chunks * parts < _TASKS:
+        chunks = max(chunks, min(whole // 2, -(-_TASKS // parts)))
+    chunk = -(-whole // max(1, chunks))
+    chunks = -(-whole // chunk)
+    if planar:
+        chunk, chunks = 1, groups
+        parts = max(1, min(items, -(-_TASKS // chunks)))
+    parts = -(-items // -(-items // parts))
+    pitch = (chunk + 2) * V
+    words = _phase_words(h, w)
+    words[FULL] = w.taps // taps if taps > 1 else 0
+    words[SINGLE] = w.taps - words[FULL] * taps
+    pixel = table.words[SRC_W]
+    words[TAP], words[JUMP], words[W_BYTES] = w.spread * pixel, w.step * pixel, pitch
+    lo = -(w.origin // w.step) if w.origin < 0 else 0
+    hi = (table.words[WIDTH] - 1 - w.origin - (w.taps - 1) * w.spread) // w.step + 1
+    words[INNER_LO] = min(max(lo, 0), w.count)
+    words[INNER_HI] = min(max(hi, words[INNER_LO]), w.count)
+    rows_bytes = 16 * (1 + d.taps * h.taps)
+    pack_bytes = count * pitch
+    thread_bytes = _up(pack_bytes + source_bytes + result_bytes + rows_bytes, 64)
+    partial = count * groups * L * 8
+    threads = _threads(problem, threads)
+    table.set(
+        TILES=chunks * parts, CHUNKS=chunks, CHUNK=chunk * L, ITEMS=items, PARTS=parts, STRIPS=strips, STRIP=strip,
+        SPOTS=d.count, GRID_H=P, PACK_PITCH=pitch, PACK_BYTES=pack_bytes, ROWS_BYTES=rows_bytes,
+        PHASES_AT=table.put(words), PARTIAL_BYTES=partial, PARTIALS_BYTES=partial * parts, THREAD_BYTES=thread_bytes,
+    )  # fmt: skip
+    return _Plan(
+        functools.partial(_pixels_wgrad_kernel, T, taps, step, planar), table.tensor(), threads,
+        partial * parts + thread_bytes * threads + 64, finish=functools.partial(_pixels_finish_kernel, T),
+    )  # fmt: skip
+
+
+def _plan_planes_wgrad(problem: Problem, threads: int, knobs: DepthwiseKnobs, T: type, channels_last: bool) -> _Plan:
+    size, L = np.dtype(T).itemsize, lanes(T)
+    V = L * size
+    table, ((d,), (h,), (w,)) = _common(problem, size, channels_last)
+    reach_h, reach_w = (h.taps - 1) * h.spread + 1, (w.taps - 1) * w.spread + 1
+
+    def row_of(cols: int) -> tuple[int, int]:
+        seg = _up(-(-((cols - 1) * w.step + reach_w) // w.step), L)
+        return seg, seg * w.step * size
+
+    cols = w.count
+    while d.taps * reach_h * row_of(cols)[1] > knobs.panel and cols > 8 * L:
+        cols = _up(-(-cols // 2), L)
+    seg, pitch = row_of(cols)
+    rows = max(1, min(h.count, (knobs.panel // (d.taps * pitch) - reach_h) // h.step + 1))
+    rows = -(-h.count // -(-h.count // rows))
+    rects = [
+        v for i in range(0, h.count, rows) for j in range(0, w.count, cols)
+        for v in (i, min(rows, h.count - i), j, min(cols, w.count - j))
+    ]  # fmt: skip
+    in_rows = (rows - 1) * h.step + reach_h
+    places = [
+        t * in_rows * pitch + r * h.spread * pitch + (s * w.spread % w.step * seg + s * w.spread // w.step) * size
+        for t in range(d.taps) for r in range(h.taps) for s in range(w.taps)
+    ]  # fmt: skip
+    count = len(places)
+    tap_groups = -(-count // GROUP)
+    places += places[-1:] * (tap_groups * GROUP - count)
+    panel_bytes = _up(d.taps * in_rows * pitch + 2 * V, 64)
+    side_pitch = _up(cols, L) * size if channels_last else 0
+    items = problem.n * d.count * (len(rects) // 4)
+    parts = max(1, min(items, -(-_TASKS // problem.k)))
+    parts = -(-items // -(-items // parts))
+    acc_bytes = tap_groups * GROUP * L * 8
+    thread_bytes = _up(panel_bytes + rows * side_pitch + acc_bytes, 64)
+    partial = problem.k * count * 8
+    threads = _threads(problem, threads)
+    table.set(
+        TILES=problem.k * parts, ITEMS=items, PARTS=parts, SPOTS=d.count, RECTS=len(rects) // 4,
+        RECTS_AT=table.put(rects), ORIGIN_H=h.origin, ORIGIN_W=w.origin, REACH_H=reach_h, PITCH=pitch,
+        SLICE=in_rows * pitch, SEG=seg, PANEL_BYTES=panel_bytes, SIDE_PITCH=side_pitch, ACC_BYTES=acc_bytes,
+        TAPS_AT=table.put(places), TAP_GROUPS=tap_groups, PARTIAL_BYTES=partial, PARTIALS_BYTES=partial * parts,
+        THREAD_BYTES=thread_bytes,
+    )  # fmt: skip
+    return _Plan(
+        functools.partial(_planes_wgrad_kernel, T), table.tensor(), threads,
+        _up(partial * parts, 64) + thread_bytes * threads + 64, finish=functools.partial(_planes_finish_kernel, T),
+    )  # fmt: skip
 
 
 # ---- register blocks ----------------------------------------------------------------------------------------------
@@ -429,6 +649,30 @@ def slide(typingctx, sums, weights, step, address, pitch):
     return sums(sums, weights, step, types.int64, types.int64), codegen
 
 
+@intrinsic(prefer_literal=True)
+def slide_clipped(typingctx, sums, weights, step, address, pitch, index, spread, width, zeros):
+    """What `slide` does, at the border: x[i] is a vector of zeros unless 0 <= index + spread*i < width."""
+    if not (is_block(sums) and is_block(weights) and isinstance(step, types.IntegerLiteral)):
+        return None
+    every = step.literal_value
+
+    def codegen(context, builder, signature, args):
+        sums_, weights_, _, address_, pitch_, index_, spread_, width_, zeros_ = args
+        totals, taps = unpack(builder, sums_), unpack(builder, weights_)
+        for i in range((len(totals) - 1) * every + len(taps)):
+            hits = [t for t in range(len(taps)) if (i - t) % every == 0 and 0 <= (i - t) // every < len(totals)]
+            if hits:
+                inside = builder.icmp_unsigned("<", emit_offset(builder, index_, i, spread_), width_)
+                place = builder.select(inside, emit_offset(builder, address_, i, pitch_), zeros_)
+                x = emit_load(builder, totals[0].type, place)
+                for t in hits:
+                    j = (i - t) // every
+                    totals[j] = emit_fma(builder, x, taps[t], totals[j])
+        return pack(builder, totals)
+
+    return sums(sums, weights, step, *[types.int64] * 6), codegen
+
+
 @intrinsic
 def store_block(typingctx, sums, address, pitch):
     if not is_block(sums):
@@ -445,21 +689,26 @@ def store_block(typingctx, sums, address, pitch):
 
 
 @intrinsic
-def store_block_clipped(typingctx, sums, address, pitch, count, limit):
+def store_block_clipped(typingctx, sums, address, pitch, count, limit, narrowing):
+    """Vectors j < count, and of each its first limit - j * narrowing lanes."""
     if not is_block(sums):
         return None
 
     def codegen(context, builder, signature, args):
-        sums_, address_, pitch_, count_, limit_ = args
+        sums_, address_, pitch_, count_, limit_, narrowing_ = args
         totals = unpack(builder, sums_)
         for j, total in enumerate(totals):
-            inside = builder.icmp_signed("<", ir.Constant(_I64, j), count_)
-            lanes_ = builder.select(inside, limit_, ir.Constant(_I64, 0))
+            at = ir.Constant(_I64, j)
+            width = builder.sub(limit_, builder.mul(narrowing_, at))
+            inside = builder.and_(
+                builder.icmp_signed("<", at, count_), builder.icmp_signed(">", width, ir.Constant(_I64, 0))
+            )
+            lanes_ = builder.select(inside, width, ir.Constant(_I64, 0))
             mask = emit_clip_mask(builder, ir.Constant(_I64, 0), lanes_, sums.dtype.count)
             emit_masked_store(builder, emit_offset(builder, address_, j, pitch_), total, mask)
         return context.get_dummy_value()
 
-    return types.void(sums, *[types.int64] * 4), codegen
+    return types.void(sums, *[types.int64] * 5), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -488,22 +737,227 @@ def weave(typingctx, even, odd, half):
     return even(even, odd, half), codegen
 
 
-@intrinsic
-def prefetch(typingctx, address):
+@intrinsic(prefer_literal=True)
+def load_taps_clipped(typingctx, dtype, count, address, stride, limit):
+    """load_taps, with the first `limit` lanes of each vector only; zero in the others."""
+    if not isinstance(dtype, types.NumberClass) or not isinstance(count, types.IntegerLiteral):
+        return None
+    element = dtype.instance_type
+    vector = Vector(element, LANE_BYTES * 8 // element.bitwidth)
+    block = types.UniTuple(vector, count.literal_value)
+
     def codegen(context, builder, signature, args):
-        from numba.core import cgutils
-        i32=ir.IntType(32); ptr=ir.IntType(8).as_pointer()
-        fn=cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(),[ptr,i32,i32,i32]),'llvm.prefetch.p0')
-        builder.call(fn,[builder.inttoptr(args[0],ptr),ir.Constant(i32,0),ir.Constant(i32,LEVEL),ir.Constant(i32,1)])
+        _, _, address_, stride_, limit_ = args
+        kind = context.get_value_type(vector)
+        mask = emit_clip_mask(builder, ir.Constant(_I64, 0), limit_, vector.count)
+        places = emit_rows(builder, address_, stride_, block.count)
+        return pack(builder, [emit_masked_load(builder, kind, p, mask) for p in places])
+
+    return block(dtype, count, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def transpose(typingctx, block):
+    """Lane i of vector j becomes lane j of vector i, in log2(lanes) rounds of interleaving halves."""
+    if not is_block(block) or block.count != block.dtype.count:
+        return None
+
+    def codegen(context, builder, signature, args):
+        rows, count = unpack(builder, args[0]), block.count
+        index = ir.VectorType(ir.IntType(32), count)
+        halves = [
+            ir.Constant(index, [half + i // 2 + (count if i % 2 else 0) for i in range(count)])
+            for half in (0, count // 2)
+        ]
+        for _ in range(count.bit_length() - 1):
+            rows = [
+                builder.shuffle_vector(rows[i], rows[i + count // 2], half)
+                for i in range(count // 2) for half in halves
+            ]  # fmt: skip
+        return pack(builder, rows)
+
+    return block(block), codegen
+
+
+@intrinsic
+def multiply_add(typingctx, sums, x, weights):
+    """multiply_add(sums, x, weights) -> sums[i] + x[i] * weights[i], vectors behind each other in memory."""
+    if not is_block(sums):
+        return None
+
+    def codegen(context, builder, signature, args):
+        sums_, x_, weights_ = args
+        totals, width = unpack(builder, sums_), sums.dtype.count * sums.dtype.dtype.bitwidth // 8
+        for i, total in enumerate(totals):
+            value = emit_load(builder, total.type, emit_offset(builder, x_, i, width))
+            weight = emit_load(builder, total.type, emit_offset(builder, weights_, i, width))
+            totals[i] = emit_fma(builder, value, weight, total)
+        return pack(builder, totals)
+
+    return sums(sums, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def slide_grad(typingctx, sums, values, step, address, pitch):
+    """slide_grad(sums, dy, step, address, pitch) -> sums[t] + dy[j] * x[step*j + t], summed over j."""
+    if not (is_block(sums) and is_block(values) and isinstance(step, types.IntegerLiteral)):
+        return None
+    every = step.literal_value
+
+    def codegen(context, builder, signature, args):
+        sums_, values_, _, address_, pitch_ = args
+        totals, dys = unpack(builder, sums_), unpack(builder, values_)
+        places = emit_rows(builder, address_, pitch_, (len(dys) - 1) * every + len(totals))
+        for i, place in enumerate(places):
+            hits = [t for t in range(len(totals)) if (i - t) % every == 0 and 0 <= (i - t) // every < len(dys)]
+            if hits:
+                x = emit_load(builder, totals[0].type, place)
+                for t in hits:
+                    totals[t] = emit_fma(builder, x, dys[(i - t) // every], totals[t])
+        return pack(builder, totals)
+
+    return sums(sums, values, step, types.int64, types.int64), codegen
+
+
+@intrinsic
+def gather_add(typingctx, sums, address, offsets, value, limit):
+    """gather_add(sums, address, offsets, dy, limit) -> sums[i] + x[i] * dy, x[i] the first `limit` lanes at
+    address + offsets[i]; the lanes behind are not read."""
+    if not is_block(sums):
+        return None
+
+    def codegen(context, builder, signature, args):
+        sums_, address_, offsets_, value_, limit_ = args
+        totals = unpack(builder, sums_)
+        mask = emit_clip_mask(builder, ir.Constant(_I64, 0), limit_, sums.dtype.count)
+        for i, total in enumerate(totals):
+            place = builder.add(address_, emit_load(builder, _I64, emit_offset(builder, offsets_, i, 8)))
+            x = emit_masked_load(builder, total.type, place, mask)
+            totals[i] = emit_fma(builder, x, value_, total)
+        return pack(builder, totals)
+
+    return sums(sums, types.int64, types.int64, value, types.int64), codegen
+
+
+@intrinsic
+def add_wide(typingctx, address, value, fresh):
+    """add_wide(address, vector, fresh): the f64 numbers at the address, one for each lane, += the vector; or = it."""
+    if not isinstance(value, Vector):
+        return None
+
+    def codegen(context, builder, signature, args):
+        address_, value_, fresh_ = args
+        kind = ir.VectorType(ir.DoubleType(), value.count)
+        wide = value_ if value_.type == kind else builder.fpext(value_, kind)
+        total = builder.fadd(emit_load(builder, kind, address_), wide)
+        emit_store(builder, address_, builder.select(fresh_, wide, total))
         return context.get_dummy_value()
-    return types.void(types.int64), codegen
+
+    return types.void(types.int64, value, types.boolean), codegen
 
 
-# ---- kernels ------------------------------------------------------------------------------------------------------
+@intrinsic
+def add_block_wide(typingctx, address, block, fresh):
+    """add_wide for each vector of a block, one behind the other."""
+    if not is_block(block):
+        return None
+
+    def codegen(context, builder, signature, args):
+        address_, block_, fresh_ = args
+        kind = ir.VectorType(ir.DoubleType(), block.dtype.count)
+        for i, value in enumerate(unpack(builder, block_)):
+            place = emit_offset(builder, address_, i, 8 * block.dtype.count)
+            wide = value if value.type == kind else builder.fpext(value, kind)
+            total = builder.fadd(emit_load(builder, kind, place), wide)
+            emit_store(builder, place, builder.select(fresh_, wide, total))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, block, types.boolean), codegen
+
+
+@intrinsic(prefer_literal=True)
+def merge_wide(typingctx, count, address, other):
+    """merge_wide(n, address, other): n f64 numbers += n others."""
+    if not isinstance(count, types.IntegerLiteral):
+        return None
+
+    def codegen(context, builder, signature, args):
+        _, address_, other_ = args
+        kind = ir.VectorType(ir.DoubleType(), count.literal_value)
+        total = builder.fadd(emit_load(builder, kind, address_), emit_load(builder, kind, other_))
+        emit_store(builder, address_, total)
+        return context.get_dummy_value()
+
+    return types.void(count, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_narrow(typingctx, dtype, count, address, pitch, rows):
+    """load_narrow(T, n, address, pitch, rows) -> tuple: f64 numbers of row i < n rounded to T, those of the last one
+    in place of rows that are not there."""
+    if not isinstance(dtype, types.NumberClass) or not isinstance(count, types.IntegerLiteral):
+        return None
+    element = dtype.instance_type
+    vector = Vector(element, LANE_BYTES * 8 // element.bitwidth)
+    block = types.UniTuple(vector, count.literal_value)
+
+    def codegen(context, builder, signature, args):
+        _, _, address_, pitch_, rows_ = args
+        kind, wide_kind = context.get_value_type(vector), ir.VectorType(ir.DoubleType(), vector.count)
+        values = []
+        for i in range(block.count):
+            inside = builder.icmp_signed("<", ir.Constant(_I64, i), rows_)
+            row = builder.select(inside, ir.Constant(_I64, i), builder.sub(rows_, ir.Constant(_I64, 1)))
+            wide = emit_load(builder, wide_kind, builder.add(address_, builder.mul(row, pitch_)))
+            values.append(wide if wide_kind == kind else builder.fptrunc(wide, kind))
+        return pack(builder, values)
+
+    return block(dtype, count, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_stream(typingctx, sums, address, pitch):
+    """store_block past the caches: whole aligned lines that nobody reads soon need not be fetched first."""
+    if not is_block(sums):
+        return None
+
+    def codegen(context, builder, signature, args):
+        sums_, address_, pitch_ = args
+        totals = unpack(builder, sums_)
+        for place, total in zip(emit_rows(builder, address_, pitch_, len(totals)), totals, strict=True):
+            pointer = builder.inttoptr(place, total.type.as_pointer())
+            instr = builder.store(total, pointer, align=LANE_BYTES)
+            instr.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(sums, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def prefetch(typingctx, count, address):
+    """prefetch(n, address): n cache lines, one behind the other, on their way to the second-level cache."""
+    if not isinstance(count, types.IntegerLiteral):
+        return None
+
+    def codegen(context, builder, signature, args):
+        word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        read, second_level, data = (ir.Constant(word, v) for v in (0, 2, 1))
+        for i in range(count.literal_value):
+            place = builder.inttoptr(emit_offset(builder, args[1], i, 64), pointer)
+            builder.call(function, [place, read, second_level, data])
+        return context.get_dummy_value()
+
+    return types.void(count, types.int64), codegen
+
+
+# ---- nchw: planes -------------------------------------------------------------------------------------------------
 
 
 @inline
 def field(g, index):
+    """Word `index` of a table."""
     return load_scalar(np.int64, g + 8 * index)
 
 
@@ -520,18 +974,17 @@ def _zero_rows(T, V, to, pitch, first, last, bytes_):
 
 
 @inline
-def _copy_columns(T, L, SIZE, to, pitch, src, row_bytes, rows, first, width, step, seg):
-    """rows of nchw: columns first, first + 1, ... of each image row, split by column modulo step."""
+def _copy_rows(T, L, SIZE, to, pitch, src, row_bytes, pixel, rows, first, width, step, seg):
+    """Image rows into panel rows: columns first, first + 1, ..., split into segments by their remainder modulo step."""
     V = L * SIZE
     v = 0
-    if step == 1:
-        last = (width - first) // L * L
+    if step == 1 and pixel == SIZE:
+        last = min(seg, (width - first) // L * L)
         for _ in range(rows):
-            if first < 0:
-                store(to, load_clipped(T, src, first, width))
-                v = L
-            else:
-                v = 0
+            v = 0
+            while v < seg and first + v < 0:
+                store(to + v * SIZE, load_clipped(T, src, first + v, width))
+                v += L
             while v < last:
                 store(to + v * SIZE, load(T, src + (first + v) * SIZE))
                 v += L
@@ -540,7 +993,7 @@ def _copy_columns(T, L, SIZE, to, pitch, src, row_bytes, rows, first, width, ste
                 v += L
             src += row_bytes
             to += pitch
-    elif step == 2:
+    elif step == 2 and pixel == SIZE:
         while v < seg:
             at, x, y = first + 2 * v, src, to + v * SIZE
             if at >= 0 and at + 2 * L <= width:
@@ -566,288 +1019,753 @@ def _copy_columns(T, L, SIZE, to, pitch, src, row_bytes, rows, first, width, ste
                     at = first + i * step + f
                     value = T(0)
                     if at >= 0 and at < width:
-                        value = load_scalar(T, src + r * row_bytes + at * SIZE)
+                        value = load_scalar(T, src + r * row_bytes + at * pixel)
                     store_scalar(to + r * pitch + (f * seg + i) * SIZE, value)
 
 
 @inline
-def _copy_channels(T, L, SIZE, to, pitch, src, row_bytes, rows, left, right, pixel, c0, channels, div, fan, m):
-    """rows of nhwc: pixels left to right - 1 of the panel, L channels each."""
-    V = L * SIZE
-    for _ in range(rows):
-        x, y = src, to + left * V
-        end = to + right * V
-        if div == 1 and fan == 1:
-            x += c0 * SIZE
-            if c0 + L <= channels:
-                while y < end:
-                    store(y, load(T, x))
-                    x += pixel
-                    y += V
-            else:
-                while y < end:
-                    store(y, load_clipped(T, x, 0, channels - c0))
-                    x += pixel
-                    y += V
-        else:
-            while y < end:
-                for lane in range(L):
-                    c = (c0 + lane) // div * fan + m
-                    value = T(0)
-                    if c < channels:
-                        value = load_scalar(T, x + c * SIZE)
-                    store_scalar(y + lane * SIZE, value)
-                x += pixel
-                y += V
-        to += pitch
-        src += row_bytes
+def _copy_panel(T, L, SIZE, g, panel, src, c, d0, d_spread, d_taps, h0, rows, w0, fresh):
+    """The piece of a source channel that a tile needs, with zeros around it: slices (m, t), rows, columns.
 
-
-@inline
-def _copy_panel(T, L, SIZE, COLUMNS, g, panel, src, n, c0, d0, d_spread, d_taps, h0, rows, w0, cols, fresh):
-    """The padded piece of the source that a tile needs: slices (m, t), rows, columns.
-
-    The zeros around stay where they are as long as the tile does not change; only a fresh one writes them.
+    Zeros above, below and behind stay in place as long as the tile is the same, so that only a fresh one writes them.
     """
-    C, D, H, W = field(g, SRC_C), field(g, SRC_D), field(g, SRC_H), field(g, SRC_W)
-    pitch, slice_, seg, step_w = field(g, PITCH), field(g, SLICE), field(g, SEG), field(g, STEP_W)
-    div, fan = field(g, DIV), field(g, FAN)
-    V = L * SIZE
+    D, H, W = field(g, DEPTH), field(g, HEIGHT), field(g, WIDTH)
+    pitch, slice_ = field(g, PITCH), field(g, SLICE)
+    fan, row_bytes = field(g, FAN), field(g, SRC_H)
     top = min(max(-h0, 0), rows)
     bottom = min(max(H - h0, top), rows)
-    left = min(max(-w0, 0), cols)
-    right = min(max(W - w0, left), cols)
-    channel = c0
-    if div > 1:
-        channel = c0 // div
+    to = panel
     for m in range(fan):
         for t in range(d_taps):
-            to = panel + (m * d_taps + t) * slice_
             d = d0 + t * d_spread
             if d < 0 or d >= D:
                 if fresh:
-                    _zero_rows(T, V, to, pitch, 0, rows, pitch)
+                    _zero_rows(T, L * SIZE, to, pitch, 0, rows, pitch)
             else:
                 if fresh:
-                    _zero_rows(T, V, to, pitch, 0, top, pitch)
-                    _zero_rows(T, V, to, pitch, bottom, rows, pitch)
-                if COLUMNS:
-                    plane = src + (((n * C + channel * fan + m) * D + d) * H + h0 + top) * W * SIZE
-                    _copy_columns(T, L, SIZE, to + top * pitch, pitch, plane, W * SIZE, bottom - top, w0, W, step_w, seg)
-                else:
-                    if fresh:
-                        _zero_rows(T, V, to, pitch, top, bottom, left * V)
-                        _zero_rows(T, V, to + right * V, pitch, top, bottom, (cols - right) * V)
-                    x = src + (((n * D + d) * H + h0 + top) * W + w0 + left) * C * SIZE
-                    _copy_channels(
-                        T, L, SIZE, to + top * pitch, pitch, x, W * C * SIZE, bottom - top, left, right, C * SIZE, c0, C,
-                        div, fan, m,
-                    )  # fmt: skip
+                    _zero_rows(T, L * SIZE, to, pitch, 0, top, pitch)
+                    _zero_rows(T, L * SIZE, to, pitch, bottom, rows, pitch)
+                plane = src + (c + m) * field(g, SRC_C) + d * field(g, SRC_D) + (h0 + top) * row_bytes
+                _copy_rows(
+                    T, L, SIZE, to + top * pitch, pitch, plane, row_bytes, field(g, SRC_W), bottom - top, w0, W,
+                    field(g, STEP_W), field(g, SEG),
+                )  # fmt: skip
+            to += slice_
+
+
+@inline
+def _scatter_rows(T, L, SIZE, to, row_bytes, pixel, side, side_pitch, every, rows, total):
+    """Rows of `every` segments, column i in segment i % every, to rows of memory."""
+    for _ in range(rows):
+        if every == 2 and pixel == SIZE:
+            for v in range(0, side_pitch // SIZE, L):
+                even, odd = load(T, side + v * SIZE), load(T, side + side_pitch + v * SIZE)
+                store_clipped(to, 2 * v, total, weave(even, odd, 0))
+                store_clipped(to, 2 * v + L, total, weave(even, odd, 1))
+        else:
+            for i in range(total):
+                value = load_scalar(T, side + i % every * side_pitch + i // every * SIZE)
+                store_scalar(to + i * pixel, value)
+        side += every * side_pitch
+        to += row_bytes
 
 
 @functools.cache
-def _correlate_kernel(T: type, COLUMNS: bool, TAPS: int, STEP: int) -> Kernel:
+def _planes_kernel(T: type, TAPS: int, STEP: int) -> Kernel:
+    """y = bias + filter over x, one channel at a time, vectors along W."""
     L, SIZE = lanes(T), np.dtype(T).itemsize
     V = L * SIZE
-    GROUP = 1 if COLUMNS else L
-    W_SIZE = SIZE if COLUMNS else V
 
     @inline
-    def taps_of(address, stride):
-        if COLUMNS:
-            return broadcast_taps(T, TAPS, address, stride)
-        else:
-            return load_taps(T, TAPS, address, stride)
-
-    @inline
-    def tap_of(address):
-        if COLUMNS:
-            return broadcast_taps(T, 1, address, 0)
-        else:
-            return load_taps(T, 1, address, 0)
-
-    @inline
-    def filter_block(sums, x, w, full, full_end, single, single_end, unit, jump, w_step):
+    def filter_block(sums, x, w, full, full_end, single, single_end, tap, jump, w_bytes):
         while full < full_end:
-            weights = taps_of(w + load_scalar(np.int64, full + 8), w_step)
-            sums = slide(sums, weights, STEP, x + load_scalar(np.int64, full), unit)
+            weights = broadcast_taps(T, TAPS, w + load_scalar(np.int64, full + 8), w_bytes)
+            sums = slide(sums, weights, STEP, x + load_scalar(np.int64, full), tap)
             full += 16
         while single < single_end:
-            weight = tap_of(w + load_scalar(np.int64, single + 8))
+            weight = broadcast_taps(T, 1, w + load_scalar(np.int64, single + 8), 0)
             sums = slide(sums, weight, 1, x + load_scalar(np.int64, single), jump)
             single += 16
         return sums
 
     @kernel
-    def depthwise_correlate(block):
-        g, src, weights, dst, bias, scratch = (
-            argument(block, 0), argument(block, 1), argument(block, 2),
-            argument(block, 3), argument(block, 4), argument(block, 5),
-        )  # fmt: skip
+    def depthwise_planes(block):
+        g, src, weights = argument(block, 0), argument(block, 1), argument(block, 2)
+        dst, bias, scratch = argument(block, 3), argument(block, 4), argument(block, 5)
         panel = scratch + thread_index(block) * field(g, THREAD_BYTES)
         side = panel + field(g, PANEL_BYTES)
-        groups = field(g, GROUPS)
-        pack_bytes = field(g, PACK_BYTES)
-        side_pitch, every_w = field(g, SIDE_PITCH), field(g, EVERY_W)
-        flags = panel + field(g, THREAD_BYTES) - groups * 8
-        packed = flags - groups * pack_bytes
-        packed = packed // 64 * 64
-        for at in range(panel, side, V):
+        at = panel
+        while at < side:  # what lies behind the last row is read, though not used: it should not be denormal
             store(at, zero(T))
-        if not COLUMNS:
-            for at in range(groups):
-                store_scalar(flags + 8 * at, 0)
-        minors, spots, rects = field(g, MINORS), field(g, SPOTS), field(g, RECTS)
-        fan, filter_taps, plane_taps = field(g, FAN), field(g, FILTER_TAPS), field(g, PLANE_TAPS)
-        C, O, P, Q = field(g, DST_C), field(g, DST_D), field(g, DST_H), field(g, DST_W)
+            at += V
+        spots, rects, chunk = field(g, SPOTS), field(g, RECTS), field(g, CHUNK)
+        C, fan, div = field(g, CHANNELS), field(g, FAN), field(g, DIV)
+        filter_t, plane_taps = field(g, FILTER_T), field(g, FILTER_R) * field(g, FILTER_S)
         step_h, step_w, step_b, slice_ = field(g, STEP_H), field(g, STEP_W), field(g, STEP_B), field(g, SLICE)
-        phases = field(g, PHASES)
-        filter_depth = filter_taps // (plane_taps * fan)
+        side_pitch, every_w, wide = field(g, SIDE_PITCH), field(g, EVERY_W), field(g, WIDE)
+        dst_h, dst_w = field(g, DST_H), field(g, DST_W)
+        phases, d_every = field(g, PHASES), field(g, D_EVERY)
 
         tile = next_tile(block)
         while tile < field(g, TILES):
-            minor = tile % minors
-            spot = tile // minors % spots
-            major = tile // (minors * spots)
+            spot, unit = tile % spots, tile // spots * chunk
             o = spot // rects
             rect = g + field(g, RECTS_AT) + (spot % rects) * 32
             i0, rows, j0, cols = field(rect, 0), field(rect, 1), field(rect, 2), field(rect, 3)
-            depth_every = field(g, DEPTH_EVERY)
-            depth = g + field(g, DEPTH_AT) + (o % depth_every) * 48
-            d0 = o // depth_every * field(depth, 0) + field(depth, 1)
+            depth = g + field(g, D_AT) + o % d_every * 48
+            d0 = o // d_every * field(depth, 0) + field(depth, 1)
             d_spread, d_taps, d_first, d_step = field(depth, 2), field(depth, 3), field(depth, 4), field(depth, 5)
-            h0 = i0 * step_h + field(g, ORIGIN_H)
-            w0 = j0 * step_w + field(g, ORIGIN_W)
+            h0, w0 = i0 * step_h + field(g, ORIGIN_H), j0 * step_w + field(g, ORIGIN_W)
             in_rows = (rows - 1) * step_h + field(g, REACH_H)
-            in_cols = (cols - 1) * step_w + field(g, REACH_W)
-            unit = major * field(g, PER_MAJOR) + minor * field(g, CHUNK)
-            end = min(unit + field(g, CHUNK), min((major + 1) * field(g, PER_MAJOR), field(g, UNITS)))
-            start = unit
+            end, fresh = min(unit + chunk, field(g, UNITS)), True
+            n, k = unit // C, unit % C
             while unit < end:
-                n, c0 = unit // groups, unit % groups * GROUP
-                if COLUMNS:
-                    w = weights + c0 * filter_taps * SIZE
-                    first = zero(T)
-                    if bias != 0:
-                        first = broadcast(load_scalar(T, bias + c0 * SIZE))
-                else:
-                    w = packed + c0 // L * pack_bytes
-                    flag = flags + c0 // L * 8
-                    if load_scalar(np.int64, flag) == 0:
-                        for lane in range(L):
-                            if c0 + lane < C:
-                                for i in range(filter_taps):
-                                    value = load_scalar(T, weights + ((c0 + lane) * filter_taps + i) * SIZE)
-                                    store_scalar(w + i * V + lane * SIZE, value)
-                            else:
-                                for i in range(filter_taps):
-                                    store_scalar(w + i * V + lane * SIZE, T(0))
-                        store_scalar(flag, 1)
-                    first = zero(T)
-                    if bias != 0:
-                        first = load_clipped(T, bias, c0, C)
-                _copy_panel(T, L, SIZE, COLUMNS, g, panel, src, n, c0, d0, d_spread, d_taps, h0, in_rows, w0, in_cols, unit == start)
-
-                ahead = ahead_end = 0
-                if COLUMNS:
-                    ahead = src + ((unit + 1) * field(g, SRC_H) + max(0, h0)) * field(g, SRC_W) * SIZE
-                    ahead_end = ahead + in_rows * field(g, SRC_W) * SIZE
-                for ph in range(phases):
-                    phase = g + field(g, PHASES_AT) + ph * 112
-                    first_h, every_h, first_w = field(phase, 0), field(phase, 1), field(phase, 3)
-                    rows_here = min(rows, field(phase, 2) - i0)
-                    cols_here = min(cols, field(phase, 5) - j0)
-                    full = g + field(phase, 6)
-                    full_end = full + field(phase, 7) * 16
-                    single = g + field(phase, 8)
-                    single_end = single + field(phase, 9) * 16
-                    tap_bytes, jump, w_step, last_w = field(phase, 10), field(phase, 11), field(phase, 12), field(phase, 13)
-                    if COLUMNS:
-                        a_count, b_count = rows_here, (cols_here + L - 1) // L
-                        if every_w == 1:
-                            out = dst + (((n * C + c0) * O + o) * P + first_h + every_h * i0) * Q * SIZE + j0 * SIZE
-                            out_a, out_b = every_h * Q * SIZE, V
-                        else:
-                            out = side + first_w * side_pitch
-                            out_a, out_b = every_w * side_pitch, V
+                w = weights + k * fan * filter_t * plane_taps * SIZE
+                first = zero(T)
+                if bias != 0:
+                    first = broadcast(load_scalar(T, bias + k * SIZE))
+                c = k * fan if div == 1 else k // div
+                x_n = src + n * field(g, SRC_N)
+                _copy_panel(T, L, SIZE, g, panel, x_n, c, d0, d_spread, d_taps, h0, in_rows, w0, fresh)
+                fresh = False
+                plane = dst + n * field(g, DST_N) + k * field(g, DST_C) + o * field(g, DST_D) + every_w * j0 * dst_w
+                for p in range(phases):
+                    phase = g + field(g, PHASES_AT) + p * (8 * PHASE_WORDS)
+                    every_h = field(phase, H_EVERY)
+                    to = plane + (field(phase, H_FIRST) + every_h * i0) * dst_h
+                    rows_here = min(rows, field(phase, H_COUNT) - i0)
+                    cols_here = min(cols, field(phase, W_COUNT) - j0)
+                    full, single = g + field(phase, FULL_AT), g + field(phase, SINGLE_AT)
+                    full_end, single_end = full + field(phase, FULL) * 16, single + field(phase, SINGLE) * 16
+                    tap, jump, w_bytes = field(phase, TAP), field(phase, JUMP), field(phase, W_BYTES)
+                    out, out_row = to, every_h * dst_h
+                    if side_pitch:
+                        out, out_row = side + field(phase, W_FIRST) * side_pitch, every_w * side_pitch
+                    vectors = (cols_here + L - 1) // L
+                    if wide:
+                        a_count, b_count, out_a, out_b, narrowing = vectors, rows_here, V, out_row, L
                     else:
-                        a_count, b_count = cols_here, rows_here
-                        e_w = field(phase, 4)
-                        out = dst + (((n * O + o) * P + first_h + every_h * i0) * Q + first_w + e_w * j0) * C * SIZE
-                        out += c0 * SIZE
-                        out_a, out_b = e_w * C * SIZE, every_h * Q * C * SIZE
-
+                        a_count, b_count, out_a, out_b, narrowing = rows_here, vectors, out_row, V, 0
                     a = b = 0
                     while a < a_count and b < b_count:
                         x = panel + b * step_b + a * jump
                         y = out + b * out_b + a * out_a
-                        limit = min(L, cols_here - b * L) if COLUMNS else min(L, C - c0)
                         left = a_count - a
-                        if PF:
-                            if ahead < ahead_end:
-                                for i in range(8):
-                                    prefetch(ahead + 64 * i)
-                                ahead += 512
+                        limit = cols_here - (a if wide else b) * L
                         if left > SMALL:
                             sums = fill(BIG, first)
                             for m in range(fan):
                                 for t in range(d_taps):
-                                    wt = w + (m * filter_depth + d_first + t * d_step) * plane_taps * W_SIZE
+                                    wt = w + (m * filter_t + d_first + t * d_step) * plane_taps * SIZE
                                     xt = x + (m * d_taps + t) * slice_
                                     sums = filter_block(
-                                        sums, xt, wt, full, full_end, single, single_end, tap_bytes, jump, w_step
+                                        sums, xt, wt, full, full_end, single, single_end, tap, jump, w_bytes
                                     )
-                            if left >= BIG and limit == L:
+                            if left >= BIG and limit >= L + (BIG - 1) * narrowing:
                                 store_block(sums, y, out_a)
                             else:
-                                store_block_clipped(sums, y, out_a, left, limit)
+                                store_block_clipped(sums, y, out_a, left, limit, narrowing)
                         else:
-                            sums4 = fill(SMALL, first)
+                            few = fill(SMALL, first)
                             for m in range(fan):
                                 for t in range(d_taps):
-                                    wt = w + (m * filter_depth + d_first + t * d_step) * plane_taps * W_SIZE
+                                    wt = w + (m * filter_t + d_first + t * d_step) * plane_taps * SIZE
                                     xt = x + (m * d_taps + t) * slice_
-                                    sums4 = filter_block(
-                                        sums4, xt, wt, full, full_end, single, single_end, tap_bytes, jump, w_step
+                                    few = filter_block(
+                                        few, xt, wt, full, full_end, single, single_end, tap, jump, w_bytes
                                     )
-                            if left >= SMALL and limit == L:
-                                store_block(sums4, y, out_a)
-                            else:
-                                store_block_clipped(sums4, y, out_a, left, limit)
-                        size = BIG if left > SMALL else SMALL
-                        if COLUMNS:
-                            b += 1
-                            if b == b_count:
-                                b = 0
-                                a += size
-                        else:
-                            a += size
-                            if a >= a_count:
-                                a = 0
-                                b += 1
-                    if COLUMNS:
-                        if every_w > 1 and last_w == 1:
-                            total = min(every_w * cols, Q - every_w * j0)
-                            to = dst + (((n * C + c0) * O + o) * P + first_h + every_h * i0) * Q * SIZE + every_w * j0 * SIZE
-                            row = side
-                            for _ in range(rows_here):
-                                if every_w == 2:
-                                    for v in range(0, side_pitch // SIZE, L):
-                                        even = load(T, row + v * SIZE)
-                                        odd = load(T, row + side_pitch + v * SIZE)
-                                        store_clipped(to, 2 * v, total, weave(even, odd, 0))
-                                        store_clipped(to, 2 * v + L, total, weave(even, odd, 1))
-                                else:
-                                    for i in range(total):
-                                        at = row + i % every_w * side_pitch + i // every_w * SIZE
-                                        store_scalar(to + i * SIZE, load_scalar(T, at))
-                                row += every_w * side_pitch
-                                to += every_h * Q * SIZE
+                            store_block_clipped(few, y, out_a, left, limit, narrowing)
+                        b += 1
+                        if b == b_count:
+                            b = 0
+                            a += BIG if left > SMALL else SMALL
+                    if side_pitch and field(phase, LAST_W):
+                        total = min(every_w * cols, field(g, OUT_W) - every_w * j0)
+                        _scatter_rows(
+                            T, L, SIZE, to, every_h * dst_h, dst_w, side, side_pitch, every_w, rows_here, total
+                        )
                 unit += 1
+                k += 1
+                if k == C:
+                    k = 0
+                    n += 1
             tile = next_tile(block)
 
-    return depthwise_correlate
+    return depthwise_planes
 
 
-def _wgrad_kernel(T: type, COLUMNS: bool, TAPS: int, STEP: int, RC: int) -> Kernel:
-    raise NotImplementedError
+# ---- nhwc: pixels -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _pixels_kernel(T: type, TAPS: int, STEP: int, PLANAR: bool) -> Kernel:
+    """y = bias + filter over x, L channels at a time, blocks of pixels along W."""
+    L, SIZE = lanes(T), np.dtype(T).itemsize
+    V = L * SIZE
+    LINES = BIG * STEP * V // 64  # of the next row, for each block and vector of channels
+
+    @inline
+    def pack_weights(packed, pitch, weights, taps, first, last):
+        """packed[tap][channel] = weights[channel][tap], for channels first to last - 1."""
+        c = first
+        while c < last:
+            at = min(c, last - L)
+            i = 0
+            while i < taps:
+                rows = load_taps_clipped(T, L, weights + (at * taps + i) * SIZE, taps * SIZE, taps - i)
+                store_block_clipped(transpose(rows), packed + i * pitch + (at - first) * SIZE, pitch, taps - i, L, 0)
+                i += L
+            c += L
+
+    @inline
+    def gather_planes(image, planes, pixels):
+        """image[pixel][channel] = planes[channel][pixel]"""
+        if pixels < L:
+            columns = load_taps_clipped(T, L, planes, pixels * SIZE, pixels)
+            store_block_clipped(transpose(columns), image, V, pixels, L, 0)
+        at = 0
+        while at < pixels and pixels >= L:
+            at = min(at, pixels - L)
+            store_block(transpose(load_taps(T, L, planes + at * SIZE, pixels * SIZE)), image + at * V, V)
+            at += L
+
+    @inline
+    def scatter_planes(planes, image, pixels):
+        """planes[channel][pixel] = image[pixel][channel]"""
+        if pixels < L:
+            store_block_clipped(transpose(load_taps(T, L, image, V)), planes, pixels * SIZE, L, pixels, 0)
+        at = 0
+        while at < pixels and pixels >= L:
+            at = min(at, pixels - L)
+            store_block(transpose(load_taps(T, L, image + at * V, V)), planes + at * SIZE, pixels * SIZE)
+            at += L
+
+    @inline
+    def filter_block(sums, rows, rows_end, x, w, whole, rest, tap, jump, w_bytes):
+        for _ in range(whole):
+            row = rows
+            while row < rows_end:
+                weights = load_taps(T, TAPS, w + load_scalar(np.int64, row + 8), w_bytes)
+                sums = slide(sums, weights, STEP, x + load_scalar(np.int64, row), tap)
+                row += 16
+            x += TAPS * tap
+            w += TAPS * w_bytes
+        for _ in range(rest):
+            row = rows
+            while row < rows_end:
+                weight = load_taps(T, 1, w + load_scalar(np.int64, row + 8), 0)
+                sums = slide(sums, weight, 1, x + load_scalar(np.int64, row), jump)
+                row += 16
+            x += tap
+            w += w_bytes
+        return sums
+
+    @inline
+    def filter_border(sums, rows, rows_end, x, w, whole, rest, tap, jump, w_bytes, index, spread, step_w, width, zeros):
+        for _ in range(whole):
+            row = rows
+            while row < rows_end:
+                weights = load_taps(T, TAPS, w + load_scalar(np.int64, row + 8), w_bytes)
+                at = x + load_scalar(np.int64, row)
+                sums = slide_clipped(sums, weights, STEP, at, tap, index, spread, width, zeros)
+                row += 16
+            x += TAPS * tap
+            w += TAPS * w_bytes
+            index += TAPS * spread
+        for _ in range(rest):
+            row = rows
+            while row < rows_end:
+                weight = load_taps(T, 1, w + load_scalar(np.int64, row + 8), 0)
+                at = x + load_scalar(np.int64, row)
+                sums = slide_clipped(sums, weight, 1, at, jump, index, step_w, width, zeros)
+                row += 16
+            x += tap
+            w += w_bytes
+            index += spread
+        return sums
+
+    @inline
+    def filter_pixel(sums, rows, rows_end, x, w, taps, tap, w_bytes):
+        row = rows
+        while row < rows_end:
+            xs, ws = x + load_scalar(np.int64, row), w + load_scalar(np.int64, row + 8)
+            for _ in range(taps):
+                sums = multiply_add(sums, xs, ws)
+                xs += tap
+                ws += w_bytes
+            row += 16
+        return sums
+
+    @kernel
+    def depthwise_pixels(block):
+        g, src, weights = argument(block, 0), argument(block, 1), argument(block, 2)
+        dst, bias, scratch = argument(block, 3), argument(block, 4), argument(block, 5)
+        packed = scratch + thread_index(block) * field(g, THREAD_BYTES)
+        chunks, spots, strips, units = field(g, CHUNKS), field(g, SPOTS), field(g, STRIPS), field(g, UNITS)
+        pack_pitch = field(g, PACK_PITCH)
+        zeros = packed + field(g, PACK_BYTES)
+        source = zeros + pack_pitch
+        result = source + field(g, SRC_BYTES)
+        rows = packed + field(g, THREAD_BYTES) - field(g, ROWS_BYTES)
+        at = zeros
+        while at < source:
+            store(at, zero(T))
+            at += V
+        C, D, H, W = field(g, CHANNELS), field(g, DEPTH), field(g, HEIGHT), field(g, WIDTH)
+        filter_r, filter_s = field(g, FILTER_R), field(g, FILTER_S)
+        taps = field(g, FILTER_T) * filter_r * filter_s
+        step_h, step_w, pixel = field(g, STEP_H), field(g, STEP_W), field(g, SRC_W)
+        d_every, phases, stream = field(g, D_EVERY), field(g, PHASES), argument(block, 6)
+
+        have = -1
+        tile = next_tile(block)
+        while tile < field(g, TILES):
+            chunk, n, spot = tile // (units * spots), tile // spots % units, tile % spots
+            o, i0 = spot // strips, spot % strips * field(g, STRIP)
+            c_first = chunk * field(g, CHUNK)
+            c_last = C if chunk == chunks - 1 else c_first + field(g, CHUNK)
+            if PLANAR:
+                c_first = min(c_first, C - L)
+                c_last = c_first + L
+            if have != chunk:
+                pack_weights(packed, pack_pitch, weights, taps, c_first, c_last)
+                have = chunk
+            depth = g + field(g, D_AT) + o % d_every * 48
+            d0 = o // d_every * field(depth, 0) + field(depth, 1)
+            d_spread, d_taps, d_first, d_step = field(depth, 2), field(depth, 3), field(depth, 4), field(depth, 5)
+            x_n = src + n * field(g, SRC_N) + c_first * field(g, SRC_C)
+            y_n = dst + n * field(g, DST_N) + o * field(g, DST_D) + c_first * field(g, DST_C)
+            if PLANAR:
+                gather_planes(source, x_n, field(g, SRC_PIXELS))
+                x_n, y_planes, y_n = source, y_n, result
+            bytes_ = (c_last - c_first) * SIZE
+            for i in range(i0, min(i0 + field(g, STRIP), field(g, GRID_H))):
+                for p in range(phases):
+                    phase = g + field(g, PHASES_AT) + p * (8 * PHASE_WORDS)
+                    if i >= field(phase, H_COUNT):
+                        continue
+                    # The rows of the source under this row of the result, each with its first weight.
+                    rows_end = rows
+                    for t in range(d_taps):
+                        d = d0 + t * d_spread
+                        if d >= 0 and d < D:
+                            for r in range(field(phase, H_TAPS)):
+                                h = i * step_h + field(phase, H_ORIGIN) + r * field(phase, H_SPREAD)
+                                if h >= 0 and h < H:
+                                    at = (d_first + t * d_step) * filter_r + field(phase, H_W_FIRST)
+                                    at = (at + r * field(phase, H_W_STEP)) * filter_s + field(phase, W_W_FIRST)
+                                    store_scalar(rows_end, x_n + d * field(g, SRC_D) + h * field(g, SRC_H))
+                                    store_scalar(rows_end + 8, packed + at * pack_pitch)
+                                    rows_end += 16
+                    # While this row is filtered, what the next one needs besides comes into the second-level cache, in
+                    # the order of memory: the transposed order of the blocks keeps the hardware from guessing it.
+                    next_row = 0
+                    if chunks == 1 and not PLANAR and rows_end > rows:
+                        next_row = load_scalar(np.int64, rows_end - 16) + field(g, SRC_H)
+                    y_row = y_n + (field(phase, H_FIRST) + field(phase, H_EVERY) * i) * field(g, DST_H)
+                    y_row += field(phase, W_FIRST) * field(g, DST_W)
+                    y_step = field(phase, W_EVERY) * field(g, DST_W)
+                    tap, jump, w_bytes = field(phase, TAP), field(phase, JUMP), field(phase, W_BYTES)
+                    whole, rest, origin = field(phase, FULL), field(phase, SINGLE), field(phase, W_ORIGIN)
+                    count, inner, inner_end = field(phase, W_COUNT), field(phase, INNER_LO), field(phase, INNER_HI)
+                    j = 0
+                    if TAPS >= BORDER_TAPS and count >= SMALL:
+                        # Many taps: blocks at the border are blocks as well, with zeros for what lies outside.
+                        while j < count:
+                            if count >= BIG:
+                                j = min(j, count - BIG)
+                            y = y_row + j * y_step
+                            at = j * step_w + origin
+                            x, is_inner = at * pixel, j >= inner and j + BIG <= inner_end
+                            c = 0
+                            while c < bytes_:
+                                c = min(c, bytes_ - V)
+                                first = zero(T)
+                                if bias != 0:
+                                    first = load(T, bias + c_first * SIZE + c)
+                                sums = fill(BIG, first)
+                                if is_inner:
+                                    sums = filter_block(
+                                        sums, rows, rows_end, x + c, c, whole, rest, tap, jump, w_bytes
+                                    )
+                                else:
+                                    sums = filter_border(
+                                        sums, rows, rows_end, x + c, c, whole, rest, tap, jump, w_bytes,
+                                        at, field(phase, W_SPREAD), step_w, W, zeros + c,
+                                    )  # fmt: skip
+                                if count < BIG:
+                                    store_block_clipped(sums, y + c, y_step, count, L, 0)
+                                elif stream:
+                                    store_stream(sums, y + c, y_step)
+                                else:
+                                    store_block(sums, y + c, y_step)
+                                c += V
+                            j += BIG
+                    if inner_end - inner < SMALL:
+                        inner = inner_end = count
+                    while j < count:
+                        y = y_row + j * y_step
+                        at = j * step_w + origin
+                        left = inner_end - j
+                        if j < inner or left <= 0:
+                            # A pixel whose window leaves the row: the taps inside, up to 8 vectors of channels at once.
+                            spread = field(phase, W_SPREAD)
+                            s0 = 0 if at >= 0 else (spread - 1 - at) // spread
+                            s1 = min(field(phase, W_TAPS), (W - 1 - at) // spread + 1)
+                            x, w = (at + s0 * spread) * pixel, s0 * w_bytes
+                            c = 0
+                            if bytes_ >= 8 * V:
+                                while c < bytes_:
+                                    c = min(c, bytes_ - 8 * V)
+                                    sums8 = fill(8, zero(T))
+                                    if bias != 0:
+                                        sums8 = load_taps(T, 8, bias + c_first * SIZE + c, V)
+                                    sums8 = filter_pixel(sums8, rows, rows_end, x + c, w + c, s1 - s0, tap, w_bytes)
+                                    store_block(sums8, y + c, V)
+                                    c += 8 * V
+                            else:
+                                while c < bytes_:
+                                    c = min(c, bytes_ - V)
+                                    sums1 = fill(1, zero(T))
+                                    if bias != 0:
+                                        sums1 = load_taps(T, 1, bias + c_first * SIZE + c, V)
+                                    sums1 = filter_pixel(sums1, rows, rows_end, x + c, w + c, s1 - s0, tap, w_bytes)
+                                    store_block(sums1, y + c, V)
+                                    c += V
+                            j += 1
+                        elif left > SMALL and inner_end - inner >= BIG:
+                            back = max(0, BIG - left)
+                            y -= back * y_step
+                            x = (at - back * step_w) * pixel
+                            c = 0
+                            ahead = next_row + x
+                            while c < bytes_:
+                                c = min(c, bytes_ - V)
+                                if next_row:
+                                    for r in range(step_h):
+                                        prefetch(LINES, ahead + r * field(g, SRC_H))
+                                    ahead += 64 * LINES
+                                first = zero(T)
+                                if bias != 0:
+                                    first = load(T, bias + c_first * SIZE + c)
+                                sums = fill(BIG, first)
+                                sums = filter_block(
+                                    sums, rows, rows_end, x + c, c, whole, rest, tap, jump, w_bytes
+                                )
+                                if stream:
+                                    store_stream(sums, y + c, y_step)
+                                else:
+                                    store_block(sums, y + c, y_step)
+                                c += V
+                            j += BIG - back
+                        else:
+                            back = max(0, SMALL - left)
+                            y -= back * y_step
+                            x = (at - back * step_w) * pixel
+                            c = 0
+                            while c < bytes_:
+                                c = min(c, bytes_ - V)
+                                first = zero(T)
+                                if bias != 0:
+                                    first = load(T, bias + c_first * SIZE + c)
+                                few = fill(SMALL, first)
+                                few = filter_block(few, rows, rows_end, x + c, c, whole, rest, tap, jump, w_bytes)
+                                store_block(few, y + c, y_step)
+                                c += V
+                            j += SMALL - back
+            if PLANAR:
+                scatter_planes(y_planes, result, field(g, DST_PIXELS))
+            tile = next_tile(block)
+
+    return depthwise_pixels
+
+
+# ---- wgrad --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _pixels_wgrad_kernel(T: type, TAPS: int, STEP: int, PLANAR: bool) -> Kernel:
+    """Partial sums of dw over some rows of dy and some channels."""
+    L, SIZE = lanes(T), np.dtype(T).itemsize
+    V = L * SIZE
+    LINES = BIG * STEP * V // 64
+
+    @inline
+    def add_block(N_dy, rows, rows_end, x, acc, whole, rest, tap, jump, acc_pitch):
+        """acc[tap] += x * dy for a block of pixels whose dy is N_dy."""
+        for _ in range(whole):
+            row = rows
+            while row < rows_end:
+                at = acc + load_scalar(np.int64, row + 8)
+                sums = load_taps(T, TAPS, at, acc_pitch)
+                sums = slide_grad(sums, N_dy, STEP, x + load_scalar(np.int64, row), tap)
+                store_block(sums, at, acc_pitch)
+                row += 16
+            x += TAPS * tap
+            acc += TAPS * acc_pitch
+        for _ in range(rest):
+            row = rows
+            while row < rows_end:
+                at = acc + load_scalar(np.int64, row + 8)
+                sums1 = slide_grad(load_taps(T, 1, at, 0), N_dy, 1, x + load_scalar(np.int64, row), jump)
+                store_block(sums1, at, 0)
+                row += 16
+            x += tap
+            acc += acc_pitch
+
+    @inline
+    def add_pixel(dy, rows, rows_end, x, acc, taps, tap, acc_pitch):
+        row = rows
+        while row < rows_end:
+            xs, at = x + load_scalar(np.int64, row), acc + load_scalar(np.int64, row + 8)
+            for _ in range(taps):
+                store(at, fma(load(T, xs), dy, load(T, at)))
+                xs += tap
+                at += acc_pitch
+            row += 16
+
+    @inline
+    def gather_planes(image, planes, pitch, pixels):
+        """image[pixel][channel] = planes[channel][pixel]"""
+        if pixels < L:
+            columns = load_taps_clipped(T, L, planes, pitch, pixels)
+            store_block_clipped(transpose(columns), image, V, pixels, L, 0)
+        at = 0
+        while at < pixels and pixels >= L:
+            at = min(at, pixels - L)
+            store_block(transpose(load_taps(T, L, planes + at * SIZE, pitch)), image + at * V, V)
+            at += L
+
+    @kernel
+    def depthwise_pixels_wgrad(block):
+        g, src, dst, scratch = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
+        acc = scratch + field(g, PARTIALS_BYTES) + thread_index(block) * field(g, THREAD_BYTES)
+        acc_pitch, acc_end = field(g, PACK_PITCH), acc + field(g, PACK_BYTES)
+        source = acc_end
+        result = source + field(g, SRC_BYTES)
+        rows = acc + field(g, THREAD_BYTES) - field(g, ROWS_BYTES)
+        parts, chunks, strip, strips = field(g, PARTS), field(g, CHUNKS), field(g, STRIP), field(g, STRIPS)
+        C, D, H, W, O = field(g, CHANNELS), field(g, DEPTH), field(g, HEIGHT), field(g, WIDTH), field(g, SPOTS)
+        filter_r, filter_s = field(g, FILTER_R), field(g, FILTER_S)
+        taps = field(g, FILTER_T) * filter_r * filter_s
+        pixel, y_step = field(g, SRC_W), field(g, DST_W)
+        depth, phase = g + field(g, D_AT), g + field(g, PHASES_AT)
+        step_h, origin_h, spread_h = field(g, STEP_H), field(phase, H_ORIGIN), field(phase, H_SPREAD)
+        step_w, origin, spread = field(g, STEP_W), field(phase, W_ORIGIN), field(phase, W_SPREAD)
+        tap, jump, whole, rest = field(phase, TAP), field(phase, JUMP), field(phase, FULL), field(phase, SINGLE)
+        count, inner, inner_end = field(phase, W_COUNT), field(phase, INNER_LO), field(phase, INNER_HI)
+        wide_pitch = field(g, PARTIAL_BYTES) // taps
+
+        tile = next_tile(block)
+        while tile < field(g, TILES):
+            part, chunk = tile % parts, tile // parts
+            slot = chunk * field(g, CHUNK)
+            c_first, c_last = slot, (C if chunk == chunks - 1 else slot + field(g, CHUNK))
+            if PLANAR:
+                c_first = min(slot, C - L)
+                c_last = c_first + L
+            bytes_ = (c_last - c_first) * SIZE
+            wide = scratch + part * field(g, PARTIAL_BYTES) + slot * 8
+            at = acc
+            while at < acc_end:
+                store(at, zero(T))
+                at += V
+            item = part * field(g, ITEMS) // parts
+            last = (part + 1) * field(g, ITEMS) // parts
+            fresh = True
+            while item < last:
+                p0, o, n = item % strips * strip, item // strips % O, item // (strips * O)
+                p1 = min(p0 + strip, field(g, GRID_H))
+                x_n = src + n * field(g, SRC_N) + c_first * field(g, SRC_C)
+                y_n = dst + n * field(g, DST_N) + o * field(g, DST_D) + c_first * field(g, DST_C)
+                if PLANAR:
+                    top = min(H, max(0, p0 * step_h + origin_h))
+                    bottom = max(top, min(H, (p1 - 1) * step_h + origin_h + (field(phase, H_TAPS) - 1) * spread_h + 1))
+                    gather_planes(source, x_n + top * W * SIZE, H * W * SIZE, (bottom - top) * W)
+                    gather_planes(
+                        result, y_n + p0 * count * SIZE, field(g, GRID_H) * count * SIZE, (p1 - p0) * count
+                    )
+                    x_n, y_n = source - top * field(g, SRC_H), result - p0 * field(g, DST_H)
+                for p in range(p0, p1):
+                    rows_end = rows
+                    for t in range(field(depth, 3)):
+                        d = o * field(depth, 0) + field(depth, 1) + t * field(depth, 2)
+                        if d >= 0 and d < D:
+                            for r in range(filter_r):
+                                h = p * step_h + origin_h + r * spread_h
+                                if h >= 0 and h < H:
+                                    store_scalar(rows_end, x_n + d * field(g, SRC_D) + h * field(g, SRC_H))
+                                    store_scalar(rows_end + 8, acc + (t * filter_r + r) * filter_s * acc_pitch)
+                                    rows_end += 16
+                    y_row = y_n + p * field(g, DST_H)
+                    next_row = 0
+                    if chunks == 1 and not PLANAR and rows_end > rows:
+                        next_row = load_scalar(np.int64, rows_end - 16) + field(g, SRC_H)
+                    j = 0
+                    while j < count:
+                        y, at = y_row + j * y_step, j * step_w + origin
+                        left = inner_end - j
+                        x = at * pixel
+                        c = s = 0
+                        if j >= inner and left >= BIG:
+                            ahead, y_ahead = next_row + x, y + field(g, DST_H)
+                            while c < bytes_:
+                                c = min(c, bytes_ - V)
+                                if next_row:
+                                    for r in range(step_h):
+                                        prefetch(LINES, ahead + r * field(g, SRC_H))
+                                    prefetch(BIG, y_ahead)
+                                    ahead += 64 * LINES
+                                    y_ahead += 64 * BIG
+                                dy8 = load_taps(T, BIG, y + c, y_step)
+                                add_block(dy8, rows, rows_end, x + c, s, whole, rest, tap, jump, acc_pitch)
+                                c += V
+                                s += V
+                            j += BIG
+                        elif j >= inner and left >= SMALL:
+                            while c < bytes_:
+                                c = min(c, bytes_ - V)
+                                dy4 = load_taps(T, SMALL, y + c, y_step)
+                                add_block(dy4, rows, rows_end, x + c, s, whole, rest, tap, jump, acc_pitch)
+                                c += V
+                                s += V
+                            j += SMALL
+                        else:
+                            s0 = 0 if at >= 0 else (spread - 1 - at) // spread
+                            s1 = min(filter_s, (W - 1 - at) // spread + 1)
+                            x, a = (at + s0 * spread) * pixel, s0 * acc_pitch
+                            while c < bytes_:
+                                c = min(c, bytes_ - V)
+                                add_pixel(load(T, y + c), rows, rows_end, x + c, a + s, s1 - s0, tap, acc_pitch)
+                                c += V
+                                s += V
+                            j += 1
+                # What f32 has added up over one strip goes on in f64.
+                for i in range(taps):
+                    at, to = acc + i * acc_pitch, wide + i * wide_pitch
+                    c = 0
+                    while c < bytes_:
+                        add_wide(to, load(T, at), fresh)
+                        store(at, zero(T))
+                        c += V
+                        at += V
+                        to += 8 * L
+                fresh = False
+                item += 1
+            tile = next_tile(block)
+
+    return depthwise_pixels_wgrad
+
+
+@functools.cache
+def _pixels_finish_kernel(T: type) -> Kernel:
+    """dw[channel][tap] = the sum over the parts of [tap][channel]."""
+    L, SIZE = lanes(T), np.dtype(T).itemsize
+
+    @kernel
+    def depthwise_pixels_finish(block):
+        g, dw, partials = argument(block, 0), argument(block, 1), argument(block, 2)
+        C, parts, partial = field(g, CHANNELS), field(g, PARTS), field(g, PARTIAL_BYTES)
+        taps = field(g, FILTER_T) * field(g, FILTER_R) * field(g, FILTER_S)
+        pitch = partial // taps
+        group = next_tile(block)
+        while group * L < C:
+            c, i = min(group * L, C - L), 0
+            while i < taps:
+                at = partials + group * L * 8 + i * pitch
+                for tap in range(min(L, taps - i)):
+                    for part in range(1, parts):
+                        merge_wide(L, at + tap * pitch, at + tap * pitch + part * partial)
+                rows = transpose(load_narrow(T, L, at, pitch, taps - i))
+                store_block_clipped(rows, dw + (c * taps + i) * SIZE, taps * SIZE, L, taps - i, 0)
+                i += L
+            group = next_tile(block)
+
+    return depthwise_pixels_finish
+
+
+@functools.cache
+def _planes_wgrad_kernel(T: type) -> Kernel:
+    """Partial sums of dw over some planes' pieces of one channel, vectors along W."""
+    L, SIZE = lanes(T), np.dtype(T).itemsize
+    V = L * SIZE
+
+    @kernel
+    def depthwise_planes_wgrad(block):
+        g, src, dst, scratch = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
+        partials = field(g, PARTIALS_BYTES)
+        panel = scratch + (partials + 63) // 64 * 64 + thread_index(block) * field(g, THREAD_BYTES)
+        side = panel + field(g, PANEL_BYTES)
+        acc = panel + field(g, THREAD_BYTES) - field(g, ACC_BYTES)
+        rects, depth, parts = field(g, RECTS), g + field(g, D_AT), field(g, PARTS)
+        step_h, step_w, pitch = field(g, STEP_H), field(g, STEP_W), field(g, PITCH)
+        groups, side_pitch, dst_h, dst_w = field(g, TAP_GROUPS), field(g, SIDE_PITCH), field(g, DST_H), field(g, DST_W)
+        taps = field(g, FILTER_T) * field(g, FILTER_R) * field(g, FILTER_S)
+
+        tile = next_tile(block)
+        while tile < field(g, TILES):
+            part, k = tile % parts, tile // parts
+            item, last = part * field(g, ITEMS) // parts, (part + 1) * field(g, ITEMS) // parts
+            fresh = True
+            while item < last:
+                rect = g + field(g, RECTS_AT) + item % rects * 32
+                i0, rows, j0, cols = field(rect, 0), field(rect, 1), field(rect, 2), field(rect, 3)
+                o, n = item // rects % field(g, SPOTS), item // (rects * field(g, SPOTS))
+                d0 = o * field(depth, 0) + field(depth, 1)
+                _copy_panel(
+                    T, L, SIZE, g, panel, src + n * field(g, SRC_N), k // field(g, DIV), d0, field(depth, 2),
+                    field(depth, 3), i0 * step_h + field(g, ORIGIN_H), (rows - 1) * step_h + field(g, REACH_H),
+                    j0 * step_w + field(g, ORIGIN_W), True,
+                )  # fmt: skip
+                y = dst + n * field(g, DST_N) + k * field(g, DST_C) + o * field(g, DST_D) + i0 * dst_h + j0 * dst_w
+                y_row = dst_h
+                if side_pitch:
+                    for i in range(rows):
+                        for j in range(cols):
+                            value = load_scalar(T, y + i * dst_h + j * dst_w)
+                            store_scalar(side + i * side_pitch + j * SIZE, value)
+                    y, y_row = side, side_pitch
+                for group in range(groups):
+                    places = g + field(g, TAPS_AT) + group * (8 * GROUP)
+                    sums = fill(GROUP, zero(T))
+                    for i in range(rows):
+                        x, dy, left = panel + i * step_h * pitch, y + i * y_row, cols
+                        while left > 0:
+                            limit = min(left, L)
+                            sums = gather_add(sums, x, places, load_clipped(T, dy, 0, limit), limit)
+                            x += V
+                            dy += V
+                            left -= L
+                    add_block_wide(acc + group * (8 * L * GROUP), sums, fresh)
+                fresh = False
+                item += 1
+            to = scratch + part * field(g, PARTIAL_BYTES) + k * taps * 8
+            for i in range(taps):
+                total = zero(np.float64)
+                for v in range(0, 8 * L, LANE_BYTES):
+                    total = total + load(np.float64, acc + i * (8 * L) + v)
+                store_scalar(to + 8 * i, horizontal_sum(total))
+            tile = next_tile(block)
+
+    return depthwise_planes_wgrad
+
+
+@functools.cache
+def _planes_finish_kernel(T: type) -> Kernel:
+    """dw = the sum over the parts."""
+    SIZE = np.dtype(T).itemsize
+
+    @kernel
+    def depthwise_planes_finish(block):
+        g, dw, partials = argument(block, 0), argument(block, 1), argument(block, 2)
+        parts, partial = field(g, PARTS), field(g, PARTIAL_BYTES)
+        tile = next_tile(block)
+        while tile * 1024 < partial // 8:
+            for i in range(tile * 1024, min((tile + 1) * 1024, partial // 8)):
+                total = load_scalar(np.float64, partials + 8 * i)
+                for part in range(1, parts):
+                    total += load_scalar(np.float64, partials + 8 * i + part * partial)
+                store_scalar(dw + i * SIZE, T(total))
+            tile = next_tile(block)
+
+    return depthwise_planes_finish
