@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,7 +206,7 @@ def test_launches_from_several_python_threads_do_not_meet():
 
 def test_the_team_is_the_one_that_torch_runs_on():
     """Two pools would spin against each other. The function must lie in a library that libtorch_cpu itself asks for."""
-    team = runtime._openmp_team()
+    team: Any = runtime._openmp_team()
     if sys.platform != "linux" or team is None:
         pytest.skip("no GOMP_parallel behind torch")
     address = ctypes.cast(team, ctypes.c_void_p).value

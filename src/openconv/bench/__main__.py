@@ -44,7 +44,8 @@ def bench(
     engine: Annotated[list[str] | None, typer.Option(help="only these engines; may be repeated")] = None,
     budget: Annotated[float, typer.Option(help="seconds of timing for each contestant")] = 0.5,
     isa: Annotated[str, typer.Option(help="'avx2': hold every library to that instruction set")] = "",
-    out: Annotated[Path | None, typer.Option(help="file for the results; default under benchmarks/results")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for the results; default under benchmarks/results")] = None,
+    tag: Annotated[str, typer.Option(help="added to the names of the files, to keep several runs of a suite")] = "",
     record: Annotated[bool, typer.Option(help="write the results")] = True,
 ) -> None:
     """Verify every engine against float64, time it in turn with its peers, print a table and record everything."""
@@ -72,7 +73,7 @@ def bench(
     for suite, found in records.items():
         console.print(table(suite, found))
         if record:
-            path = out or results_folder() / device_slug(device) / f"{suite}.jsonl"
+            path = (out or results_folder() / device_slug(device)) / f"{suite}{tag and '-'}{tag}.jsonl"
             write(path, found)
             console.print(f"recorded {len(found)} problems in {path}")
     if any(r.wrong for found in records.values() for r in found):

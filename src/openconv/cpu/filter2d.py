@@ -155,10 +155,17 @@ class Filter2d(Engine):
         # A load that crosses a line takes as long as a multiply-add; n rows and m taps make n + m loads for n * m.
         taps = _row_taps(*_rows_of(problem)) if problem.rank == 2 else 8
         loads = max(1.0, 1.5 * (knobs.rows + taps) / (knobs.rows * taps))
-        computing = work * loads / (0.8 * device.flops * 4 / size)
+        # Measured on two cores: 0.8 of the matrix rate with AVX2 and 0.55 with AVX-512, whose loads all cross lines;
+        # 0.8 of a copy's bandwidth. Rows of fewer than 256 are mostly rim, which AVX2 masks slowly.
+        short = width < 256
+        rate = device.flops * 4 / size * (0.55 if device.lanes >= 16 else 0.8 / (1.5 if short else 1.0))
+        computing = work * loads / rate
+        moving = problem.min_bytes / (device.bandwidth * (0.8 if device.lanes >= 16 or not short else 0.5))
+        planes = problem.n * channels * 0.1e-6 / device.threads
         if problem.direction == "wgrad":
-            computing *= 1.5  # it loads dy besides x, and adds up lanes
-        return 5e-6 + max(computing, 0.7 * problem.min_bytes / device.bandwidth) + computing / 8
+            computing *= 2.5 if short else 1.5  # it loads dy besides x, and adds up lanes
+            moving *= 2.0 if short else 1.0
+        return 5e-6 + max(computing, moving) + computing / 8 + planes
 
     def build(self, problem: Problem, device: Device, knobs: Filter2dKnobs) -> Runner:
         if problem.direction == "wgrad":
