@@ -18,10 +18,15 @@ passes over it column by column; RC filter rows (all of them up to 7) are taken 
 A core starts two multiply-adds and two loads a cycle, and a load that crosses a cache line counts twice, as all do that
 are as wide as the line. So the multiply-adds set the pace from R = 3 on (24 cycles against 21.5), and 16 independent
 sums hide their latency of 4 cycles. AVX-512 has 32 registers: 16 sums, 7 weights, 2 values of x. AVX2 has 16 and
-crosses a line every other time only: 4 rows of 2 vectors.
+crosses a line every other time only: 4 rows of 2 vectors, whose 8 sums just cover the latency; with 6 or 7 filter rows
+5 rows, whose 10 sums are worth the weights that then wait on the stack (7x7: 139 against 123 GFLOP/s).
 
 Floors for a one-channel f32 image of 1024x2048 on two cores at 2.8 GHz with AVX-512 (32 multiply-adds a cycle and
 core): 16 MiB through the third-level cache 0.28 ms; multiply-adds 0.11 ms (3x3), 0.29 ms (5x5), 0.57 ms (7x7).
+
+A large result is new memory, which the system clears page by page when it is first written; for 4000x4000 that takes
+as long as a 3x3 filter. Threads that take turns at neighbouring tiles meet in one huge page and both clear it. So each
+thread has a part of the image to itself, in which it draws tiles (7.6 against 11.9 ms for 3x3).
 
 Vectors that touch the border of the image take a second path with masked loads. Taps on padding then see a zero (fprop:
 an infinite weight shows) or are left out (dgrad: there is no such term). Both paths add in the same order, so that a
@@ -66,8 +71,10 @@ from .simd import (
     lanes,
     load_scalar,
     next_tile,
+    next_tile_of,
     pack,
     store_scalar,
+    thread_index,
     unpack,
     zero,
 )
@@ -138,8 +145,9 @@ class Filter2d(Engine):
     def knobs(self, problem: Problem, device: Device) -> Iterable[Filter2dKnobs]:
         if problem.rank == 1:
             return (Filter2dKnobs(1, 8),)
-        # 16 sums want the 32 registers of AVX-512; 8 leave room for the weights in the 16 of AVX2.
-        return (Filter2dKnobs(8, 2), Filter2dKnobs(4, 2)) if device.lanes >= 16 else (Filter2dKnobs(4, 2),)
+        if device.lanes >= 16:
+            return (Filter2dKnobs(8, 2), Filter2dKnobs(4, 2))
+        return (Filter2dKnobs(5 if _row_taps(*_rows_of(problem)) >= 6 else 4, 2),)
 
     def cost(self, problem: Problem, device: Device, knobs: Filter2dKnobs) -> float:
         size = DTYPE_BYTES[problem.dtypes[0]]
@@ -220,7 +228,7 @@ def _build_fprop(problem: Problem, device: Device, knobs: Filter2dKnobs) -> Runn
     tile_units = max(1, min(fair, _TILE_RESULTS // (knobs.rows * Q * K)))
     kernel = fprop_kernel(np.float32 if size == 4 else np.float64, _row_taps(R, row_dil), knobs.rows, knobs.vectors)
     sizes = (G, C, K, H, W, P, Q, R, S, row_pad, col_pad, row_dil, col_dil)
-    rest = (*sizes, wg, wk, wc, wr, ws, skip, units, tile_units)
+    rest = (*sizes, wg, wk, wc, wr, ws, skip, units, tile_units, threads, *[0] * threads)
 
     def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
         first = 0 if bias is None else bias.data_ptr()
@@ -389,7 +397,8 @@ def fprop_kernel(T: type, RC: int, RB: int, VB: int) -> Kernel:
     """y = bias + filter over x, by blocks of RB rows and VB vectors, RC filter rows at a time.
 
     Rows beyond the last whole group of RC go one at a time, as all rows do where the filter is dilated vertically
-    (RC = 1). A tile is `tile_units` row blocks, counted over images, groups and rows.
+    (RC = 1). A tile is `tile_units` row blocks, counted over images, groups and rows. Each thread begins with
+    another of the `parts` of the result, whose counters are the last arguments.
     """
     L, SIZE = lanes(T), np.dtype(T).itemsize
     COLUMNS, SUMS = VB * L, RB * VB
@@ -445,44 +454,49 @@ def fprop_kernel(T: type, RC: int, RB: int, VB: int) -> Kernel:
         row_dil, col_dil = argument(block, 15), argument(block, 16)
         wg, wk, wc = argument(block, 17), argument(block, 18), argument(block, 19)
         wr, ws, skip = argument(block, 20), argument(block, 21), argument(block, 22)
-        units, tile_units = argument(block, 23), argument(block, 24)
+        units, tile_units, parts = argument(block, 23), argument(block, 24), argument(block, 25)
         xh, yh = W * SIZE, Q * SIZE
         xc, yc = H * xh, P * yh
         extent, dilation = (C, R, S), (row_dil, col_dil)
         x_steps, w_steps = (xc, xh, row_dil * xh, col_dil * SIZE), (wc, wr, ws)
         row_blocks = (P + RB - 1) // RB
 
-        tile = next_tile(block)
-        while tile * tile_units < units:
-            for unit in range(tile * tile_units, min(units, (tile + 1) * tile_units)):
-                image, row_block = unit // row_blocks, unit % row_blocks
-                n, g = image // G, image % G
-                p = max(0, min(row_block * RB, P - RB))
-                row = p - row_pad
-                rows_inside = row >= 0 and row + (R - 1) * row_dil + RB <= H and RB <= P
-                xg = x + (n * G + g) * C * xc
-                for k in range(K):
-                    channel = g * K + k
-                    first = zero(T)
-                    if bias != 0:
-                        first = broadcast(load_scalar(T, bias + channel * SIZE))
-                    wf = w + g * wg + k * wk
-                    yp = y + (n * G * K + channel) * yc + p * yh
-                    for start in range(0, Q, COLUMNS):
-                        q = max(0, min(start, Q - COLUMNS))
-                        column = q - col_pad
-                        sums = fill(SUMS, first)
-                        if rows_inside and column >= 0 and column + (S - 1) * col_dil + COLUMNS <= W:
-                            xs = xg + row * xh + column * SIZE
-                            sums = interior(sums, xs, x_steps, wf, w_steps, extent)
-                        else:
-                            plane = (xg, xc, xh, H, W)
-                            sums = border(sums, plane, row, column, dilation, wf, w_steps, extent, skip)
-                        if RB <= P and COLUMNS <= Q:
-                            store_block(sums, RB, yp + q * SIZE, yh)
-                        else:
-                            store_block_clipped(sums, RB, yp + q * SIZE, yh, P - p, Q - q)
-            tile = next_tile(block)
+        part_tiles = (units + parts * tile_units - 1) // (parts * tile_units)
+        own = thread_index(block)
+        for step in range(parts):  # its own part, then what the others have left of theirs
+            part = (own + step) % parts
+            drawn = next_tile_of(block, 26 + part)
+            while drawn < part_tiles:
+                tile = part * part_tiles + drawn
+                for unit in range(tile * tile_units, min(units, (tile + 1) * tile_units)):
+                    image, row_block = unit // row_blocks, unit % row_blocks
+                    n, g = image // G, image % G
+                    p = max(0, min(row_block * RB, P - RB))
+                    row = p - row_pad
+                    rows_inside = row >= 0 and row + (R - 1) * row_dil + RB <= H and RB <= P
+                    xg = x + (n * G + g) * C * xc
+                    for k in range(K):
+                        channel = g * K + k
+                        first = zero(T)
+                        if bias != 0:
+                            first = broadcast(load_scalar(T, bias + channel * SIZE))
+                        wf = w + g * wg + k * wk
+                        yp = y + (n * G * K + channel) * yc + p * yh
+                        for start in range(0, Q, COLUMNS):
+                            q = max(0, min(start, Q - COLUMNS))
+                            column = q - col_pad
+                            sums = fill(SUMS, first)
+                            if rows_inside and column >= 0 and column + (S - 1) * col_dil + COLUMNS <= W:
+                                xs = xg + row * xh + column * SIZE
+                                sums = interior(sums, xs, x_steps, wf, w_steps, extent)
+                            else:
+                                plane = (xg, xc, xh, H, W)
+                                sums = border(sums, plane, row, column, dilation, wf, w_steps, extent, skip)
+                            if RB <= P and COLUMNS <= Q:
+                                store_block(sums, RB, yp + q * SIZE, yh)
+                            else:
+                                store_block_clipped(sums, RB, yp + q * SIZE, yh, P - p, Q - q)
+                drawn = next_tile_of(block, 26 + part)
 
     return filter2d_fprop
 

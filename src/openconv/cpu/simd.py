@@ -81,6 +81,7 @@ __all__ = [
     "minimum",
     "mul",
     "next_tile",
+    "next_tile_of",
     "pack",
     "store",
     "store_clipped",
@@ -569,6 +570,12 @@ def argument(block, index):
 def next_tile(block):
     """next_tile(block) -> 0, 1, 2, ...: each number goes to one thread of the team."""
     return atomic_add(block + TICKET_OFFSET, 1)
+
+
+@inline
+def next_tile_of(block, index):
+    """next_tile_of(block, i) -> 0, 1, 2, ...: what `next_tile` does, counted in the i-th argument, which starts at 0."""
+    return atomic_add(block + ARGUMENTS_OFFSET + 8 * index, 1)
 
 
 @inline
