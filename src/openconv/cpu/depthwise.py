@@ -1,17 +1,41 @@
-"""cpu.depthwise: every channel is filtered by itself, in vectors of columns (nchw) or of channels (nhwc)."""
+"""cpu.depthwise: every channel is filtered by itself; a vector holds as many channels as it has lanes.
+
+All three passes, both layouts and every rank are built from two ideas.
+
+**A block of pixels slides along W.** Pixel j of a block reads positions step*j + t of a row, for each tap t, so that a
+vector of x serves up to `taps` sums once it is loaded, and a weight all of them. For 8 pixels and 3 taps:
+
+    10 loads of x and 3 of w  for  24 multiply-adds        (`slide`; wgrad's twin is `slide_grad`)
+
+A core starts two of either kind in a cycle, so that multiply-adds set the pace. Filter rows are a loop around it.
+
+**Lanes are channels.** In nhwc they lie side by side: x is read where it is, and all channels of a block of pixels are
+done before the next block, so that memory is passed over in its own order. Rows outside the image are left out; blocks
+and pixels at its left and right border take a path of their own.
+In nchw, squares of L planes by L pixels are transposed on their way into scratch memory, a strip of rows at a time and
+with zeros on both sides, and results on their way out. That costs about 10 cycles for a vector of results, next to 5
+for a 3x3 filter, but then nothing depends on the width of the image: a row of 7 columns would fill half a vector.
+The same scratch memory serves all that does not fit the direct path: several filters for a channel, and fewer channels
+than lanes.
+
+A dgrad of stride 1 is a filter turned by half a turn. A dgrad of stride s is s filters along each axis, one for each
+remainder of the position in dx modulo s (`_Phase`): no zeros are inserted, no product is made that is not in the sum.
+
+Taps on padding are left out (rows) or multiply a zero (columns); weights are never made up, so that an infinity in x
+reaches those results alone whose window holds it.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd, prod
-from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -21,60 +45,74 @@ from ..problem import DTYPE_BYTES, Problem
 from .runtime import Kernel, kernel, launch
 from .simd import (
     LANE_BYTES,
-    Vector,
     argument,
-    broadcast,
-    emit_clip_mask,
     emit_fma,
     emit_load,
-    emit_masked_load,
-    emit_masked_store,
     emit_offset,
+    emit_row,
     emit_rows,
-    emit_splat,
     emit_store,
     fill,
-    horizontal_sum,
+    fill_like,
     inline,
     is_block,
     lanes,
     load,
+    load_block,
+    load_block_clipped,
     load_clipped,
+    load_like,
     load_scalar,
     next_tile,
     pack,
+    prefetch,
     store,
+    store_block,
+    store_block_clipped,
     store_clipped,
     store_scalar,
     thread_index,
+    transpose,
     unpack,
+    vector_of,
     zero,
 )
 
 __all__ = ["Depthwise", "DepthwiseKnobs"]
 
-_DTYPES = {"f32": np.float32, "f64": np.float64}
+# Pixels of a block: 8 sums, 7 weights and a value of x fill AVX2's 16 registers, and 8 sums hide the latency of 4
+# cycles at two multiply-adds a cycle. Larger blocks gain nothing with AVX-512, as rows of 7 and 14 are common.
+BIG, SMALL = 8, 4
+MOST_TAPS = 7  # at once
+BORDER_TAPS = 5  # from which blocks at the border beat single pixels there (7x7 on 7x7 pixels: 46 us against 82)
+WGRAD_TASKS = 16  # whatever the number of threads: the order of the sums must not depend on it
+WGRAD_PIXELS = 256  # that f32 adds up before f64 takes over
+THREAD_MACS = 100_000  # some 10 us of work, for which another thread is worth waking
+
+_DTYPES: dict[str, type] = {"f32": np.float32, "f64": np.float64}
 
 
 @dataclass(frozen=True)
 class DepthwiseKnobs(Knobs):
-    """``panel``: nchw, bytes of padded input that a thread holds at a time; nhwc, bytes of weights."""
+    """``block``: bytes to work on at a time: the weights of some channels (nhwc), or a strip of L planes (nchw)."""
 
-    panel: int
+    block: int
 
 
 class Depthwise(Engine):
-    """Each input channel has filters of its own, so that a thread takes one channel, or a vector of them, at a time.
+    """Each channel has filters of its own: blocks of pixels slide along W, and the lanes of a vector are channels.
 
-        y[n,c,p,q] = bias[c] + sum over r,s of  w[c,r,s] * x[n, c, p*stride - pad + r*dil, q*stride - pad + s*dil]
+        y[n,k,p]  = bias[k] + sum over r of   w[k,r] * x[n, k/M, p*stride - pad + r*dil]    (M = K/C filters a channel)
+        dx[n,c,h] = sum over m < M and r of   w[c*M+m, r] * dy[n, c*M+m, (h + pad - r*dil) / stride]
+        dw[k,r]   = sum over n,p of           dy[n,k,p] * x[n, k/M, p*stride - pad + r*dil]
 
-    A convolution without sums over channels has nothing for a matrix product to reuse; what can be reused is what a
-    row of outputs shares with the next. In nchw a thread copies a padded piece of one channel into its scratch memory,
-    split by the phase of the stride, where any stride, dilation and padding is the same loop over vectors of columns.
-    In nhwc a vector holds neighbouring channels of one pixel, and a block of pixels shares the weights. dgrad runs
-    phase by phase of the stride, so that nothing is multiplied by inserted zeros; wgrad adds up partial sums in f64.
+    It wins wherever G = C and C fills a vector: there is so little arithmetic that a pass over memory is all the time
+    there is up to about 3x3, and multiply-adds run at half of their peak from 5x5 on. A matrix product would have rows
+    of one channel to work on. It loses where lanes stay empty: on one to three channels `cpu.filter2d` has lanes along
+    W. Results are written through the caches: past them (non-temporal stores) 3x3 layers took twice as long.
 
-    Wins on everything depthwise but wide one-channel images, which cpu.filter2d reads without a copy.
+    fprop and dgrad add up f32 along the filter. wgrad adds up some hundred products in f32 and goes on in f64, in an
+    order that depends on the problem alone.
     """
 
     name = "cpu.depthwise"
@@ -88,55 +126,65 @@ class Depthwise(Engine):
         if problem.layouts[0] != problem.layouts[2]:
             yield f"layouts of x and y are {problem.layouts[0]} and {problem.layouts[2]}; wanted the same"
 
-    def traits(self, problem: Problem, knobs: Any) -> Traits:
-        unit = 2.0**-24 if problem.dtypes[0] == "f32" else 2.0**-53
-        return Traits(accumulator=problem.dtypes[0], error_bound=(problem.gemm.k + 2) * unit)
+    def traits(self, problem: Problem, knobs: DepthwiseKnobs) -> Traits:
+        dtype = problem.dtypes[0]
+        unit, terms = {"f32": 2.0**-24, "f64": 2.0**-53}[dtype], problem.gemm.k
+        if problem.direction != "wgrad":  # a chain, with one rounding for each product and one for the bias
+            return Traits(accumulator=dtype, error_bound=(terms + 1) * unit)
+        # A chain of f32 over one strip of pixels, then f64 and a last rounding.
+        chain = min(terms, max(WGRAD_PIXELS, problem.out[-1]))
+        return Traits(accumulator=dtype, error_bound=(chain + 1) * unit + terms * 2.0**-53)
 
-    def workspace_bytes(self, problem: Problem, device: Device, knobs: Any) -> int:
-        return _plan(problem, device.threads, knobs).workspace
+    def workspace_bytes(self, problem: Problem, device: Device, knobs: DepthwiseKnobs) -> int:
+        return _plan_for(problem, device, knobs).workspace
 
-    def knobs(self, problem: Problem, device: Device) -> Iterator[DepthwiseKnobs]:
-        for panel in (16 << 10, 32 << 10):
-            yield DepthwiseKnobs(panel)
+    def knobs(self, problem: Problem, device: Device) -> Iterable[DepthwiseKnobs]:
+        usual = 16 << 10 if _is_direct(problem) else 64 << 10
+        return tuple(DepthwiseKnobs(block) for block in (usual, usual * 2, usual // 2))
 
-    def cost(self, problem: Problem, device: Device, knobs: Any) -> float:
-        # Measured on two cores: 3x3 layers run at 0.65 of a copy's bandwidth in nchw, where rows are copied and planes
-        # are short, and at 1.1 of it in nhwc, out of the cache; 7x7 ones at 0.42 of the matrix rate with AVX-512, whose
-        # loads all cross cache lines, and at 0.6 of it with AVX2.
-        size = DTYPE_BYTES[problem.dtypes[0]]
-        first = problem.layouts[0] == "nchw"
-        moving = problem.min_bytes / (device.bandwidth * (0.65 if first else 1.1))
+    def cost(self, problem: Problem, device: Device, knobs: DepthwiseKnobs) -> float:
+        # Measured on two cores. A pass over memory runs at a copy's bandwidth in nhwc and, with its transposes, at 0.6
+        # of it in nchw, and narrow rows take longer; multiply-adds at 0.6 of the matrix rate with AVX2, and at 0.42 of
+        # the higher one of AVX-512. Lanes without a channel are paid for like the others.
+        size, direct = DTYPE_BYTES[problem.dtypes[0]], _is_direct(problem)
+        L, width = device.lanes * 4 // size, problem.spatial[-1]
+        waste = 1.0 if direct else -(-problem.k // L) * L / problem.k
+        moving = problem.min_bytes * waste * (1 + (4 if direct else 8) / width) / device.bandwidth
         rate = device.flops * 4 / size * (0.42 if device.lanes >= 16 else 0.6)
-        arithmetic = 2.0 * problem.macs / (rate * 0.62 if problem.direction == "wgrad" else rate)
-        planes = problem.n * problem.c * 0.08e-6 / device.threads if first else 0.0
-        return 8e-6 + max(moving, arithmetic) + planes
+        arithmetic = 2.0 * problem.macs * waste / (rate * 0.7 if problem.direction == "wgrad" else rate)
+        return 6e-6 + max(moving if direct else moving / 0.6, arithmetic)
 
-    def build(self, problem: Problem, device: Device, knobs: Any) -> Runner:
-        plan = _plan(problem, device.threads, knobs)
-        compiled = plan.kernel()
-        threads = plan.threads
-        if plan.finish is not None:
-            finish = plan.finish()
+    def build(self, problem: Problem, device: Device, knobs: DepthwiseKnobs) -> Runner:
+        plan = _plan_for(problem, device, knobs)
+        work, threads, table = plan.kernel(), plan.threads, plan.table
+        if plan.finish is None:
 
-            def run_wgrad(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
-                assert workspace is not None, "the scratch memory of the threads is the workspace"
-                scratch = (workspace.data_ptr() + 63) & -64
-                launch(compiled, (plan.table.data_ptr(), a.data_ptr(), b.data_ptr(), scratch), threads)
-                launch(finish, (plan.table.data_ptr(), out.data_ptr(), scratch), threads)
+            def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
+                y, first = out.data_ptr(), 0 if bias is None else bias.data_ptr()
+                launch(work, (table.data_ptr(), a.data_ptr(), b.data_ptr(), y, first, _aligned(workspace)), threads)
 
-            return run_wgrad
+            return run
 
-        def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
-            assert workspace is not None, "the scratch memory of the threads is the workspace"
-            scratch = (workspace.data_ptr() + 63) & -64
-            first, y = 0 if bias is None else bias.data_ptr(), out.data_ptr()
-            stream = int(plan.stream and y % LANE_BYTES == 0)
-            launch(compiled, (plan.table.data_ptr(), a.data_ptr(), b.data_ptr(), y, first, scratch, stream), threads)
+        finish = plan.finish()
 
-        return run
+        def run_wgrad(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
+            scratch = _aligned(workspace)
+            launch(work, (table.data_ptr(), a.data_ptr(), b.data_ptr(), scratch), threads)
+            launch(finish, (table.data_ptr(), out.data_ptr(), scratch), threads)
+
+        return run_wgrad
 
 
-# ---- phases: every pass as plain correlations ------------------------------------------------------------------
+def _plan_for(problem: Problem, device: Device, knobs: DepthwiseKnobs) -> _Plan:
+    return (_plan_wgrad if problem.direction == "wgrad" else _plan)(problem, device.threads, knobs)
+
+
+def _aligned(workspace: Tensor | None) -> int:
+    assert workspace is not None, "depthwise keeps padded pieces, packed weights and partial sums in the workspace"
+    return -(-workspace.data_ptr() // 64) * 64
+
+
+# ---- phases: every pass as plain correlations -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -145,8 +193,8 @@ class _Phase:
 
     out[first + every*i] = sum over j < taps of  w[w_first + w_step*j] * src[step*i + origin + spread*j]
 
-    fprop is one phase. A dgrad of stride s is s of them, one for each remainder of the position in dx, each of which
-    meets only the taps that fall on whole positions of dy; nothing is multiplied by inserted zeros.
+    fprop is one phase. A dgrad of stride s is s of them, one for each remainder of the position in dx; each meets only
+    those taps that fall on whole positions of dy.
     """
 
     first: int
@@ -160,7 +208,7 @@ class _Phase:
     w_step: int
 
     def split(self, parts: int) -> list[_Phase]:
-        """The same outputs as `parts` phases: output f, f + parts, f + 2 * parts, ... in the f-th."""
+        """The same outputs as `parts` phases: f, f + parts, f + 2*parts, ... in the f-th."""
         return [
             _Phase(
                 self.first + self.every * f, self.every * parts, (self.count - f + parts - 1) // parts,
@@ -169,25 +217,30 @@ class _Phase:
             for f in range(min(parts, self.count))
         ]  # fmt: skip
 
+    def inside(self, size: int) -> tuple[int, int]:
+        """The outputs (from, to) all of whose taps lie in a source of `size`."""
+        low = -(self.origin // self.step) if self.origin < 0 else 0
+        high = (size - 1 - self.origin - (self.taps - 1) * self.spread) // self.step + 1
+        low = min(low, self.count)
+        return low, min(max(high, low), self.count)
+
 
 def _phases(problem: Problem, axis: int) -> list[_Phase]:
-    """The phases of an axis; an axis that the problem does not have (negative) has a single position and tap."""
+    """The phases of an axis; one that the problem does not have (negative) is a single position with a single tap."""
     if axis < 0:
         return [_Phase(0, 1, 1, 1, 0, 1, 1, 0, 1)]
     size, taps, stride = problem.spatial[axis], problem.filter[axis], problem.stride[axis]
     low, dil, out = problem.padding[axis][0], problem.dilation[axis], problem.out[axis]
     if problem.direction != "dgrad":
         return [_Phase(0, 1, out, stride, -low, dil, taps, 0, 1)]
-    shared = gcd(dil, stride)
-    phases = []
+    phases, shared = [], gcd(dil, stride)
     for first in range(min(stride, size)):
         count = (size - first + stride - 1) // stride
         hits = [t for t in range(taps) if (first + low - t * dil) % stride == 0]
-        if hits:  # dx[first + stride*i] meets dy[i + (first + low - t*dil) / stride], the last tap first
-            origin = (first + low - hits[-1] * dil) // stride
-            phases.append(
-                _Phase(first, stride, count, 1, origin, dil // shared, len(hits), hits[-1], -stride // shared)
-            )
+        if hits:  # dx[first + stride*i] meets dy[i + (first + low - t*dil) / stride]; the last tap comes first in dy
+            last = hits[-1]
+            origin = (first + low - last * dil) // stride
+            phases.append(_Phase(first, stride, count, 1, origin, dil // shared, len(hits), last, -stride // shared))
         else:
             phases.append(_Phase(first, stride, count, 1, 0, 1, 0, 0, 0))
     return phases
@@ -200,65 +253,61 @@ def _reach(phases: list[_Phase]) -> tuple[int, int]:
     return low, max((p.origin + (p.taps - 1) * p.spread for p in used), default=low) - low + 1
 
 
-def _reuse(phases: list[_Phase]) -> tuple[list[_Phase], int, int]:
-    """How a block of outputs shares what it loads along an axis: the phases to use, taps at once, step.
+def _slide(phases: list[_Phase], split: bool = True) -> tuple[list[_Phase], int, int]:
+    """How a block slides along an axis: the phases to use, how many taps to take at once, and the step.
 
-    Output j reads positions step*j + t for t < taps; that needs a stride that is a multiple of the dilation, which
-    splitting the outputs into phases can arrange. Without it every tap goes by itself: taps = 1.
+    Output j reads positions step*j + t, which needs a stride that is a multiple of the dilation. Where it is not, the
+    outputs are split into phases for which it is, if those are long enough; else every tap goes by itself.
     """
     most = max(phases, key=lambda p: p.taps)
     parts = most.spread // gcd(most.spread, most.step)
-    if parts > 1 and most.count >= 4 * parts:
-        phases = [q for p in phases for q in p.split(parts)]
+    if split and parts > 1 and most.count >= 4 * parts:
+        phases = [part for p in phases for part in p.split(parts)]
         most = max(phases, key=lambda p: p.taps)
     step = most.step // most.spread
     if most.step % most.spread or step >= most.taps:
         return phases, 1, 1
     taps = most.taps
-    if taps > 7:  # so many weights and a block of 8 sums fill the 16 registers of AVX2
-        taps = min(range(3, 8), key=lambda c: (most.taps // c + most.taps % c, -c))
+    if taps > MOST_TAPS:  # the fewest passes over the block, those of the taps that are left over included
+        taps = min(range(3, MOST_TAPS + 1), key=lambda n: (most.taps // n + most.taps % n, -n))
     return phases, taps, step
 
 
-# ---- plans: what the kernels read ------------------------------------------------------------------------------
+# ---- plans: what the kernels read -----------------------------------------------------------------------------
 
-# Words of a plan's table, in this order. Strides (SRC_*, DST_*) and pitches are in bytes.
+# Words of a plan's table. SRC_* and DST_* are strides in bytes of what is read (fprop and wgrad: x; dgrad: dy) and of
+# what is written (in a wgrad: dy, which is read as well). What ends in _AT is the offset of a list in the table.
 (
-    TILES, SPOTS, CHUNKS, CHUNK, UNITS,
+    TILES, SPOTS, CHUNKS, CHUNK, UNITS, THREAD_BYTES,
     SRC_N, SRC_C, SRC_D, SRC_H, SRC_W, DST_N, DST_C, DST_D, DST_H, DST_W,
-    CHANNELS, DEPTH, HEIGHT, WIDTH, OUT_W, DIV, FAN, FILTER_T, FILTER_R, FILTER_S,
-    D_EVERY, D_AT, PHASES, PHASES_AT, THREAD_BYTES, STEP_H, STEP_W,
-    RECTS, RECTS_AT, ORIGIN_H, ORIGIN_W, REACH_H, REACH_W, PITCH, SLICE, SEG, STEP_B, PANEL_BYTES, SIDE_PITCH,
-    EVERY_W, WIDE,
-    STRIPS, STRIP, GRID_H, PACK_PITCH, PACK_BYTES, SRC_PIXELS, DST_PIXELS, SRC_BYTES, ROWS_BYTES,
-    ITEMS, PARTS, PARTIAL_BYTES, PARTIALS_BYTES, TAPS_AT, TAP_GROUPS, ACC_BYTES,
+    CHANNELS, DEPTH, HEIGHT, WIDTH, OUT_H, OUT_W, DIV, FAN, FILTER_T, FILTER_R, FILTER_S,
+    STEP_H, STEP_W, EVERY_D, EVERY_H, EVERY_W, ORIGIN_H, ORIGIN_W, REACH_H, REACH_W, D_AT, PHASES, PHASES_AT,
+    RECTS, RECTS_AT, PACK_PITCH, PACK_BYTES, ROWS_BYTES,
+    IMAGE_PITCH, IMAGE_SLICE, IMAGE_BYTES, PLAIN_BYTES, RESULT_PITCH, RESULT_BYTES,
+    ITEMS, PARTS, PARTIAL_BYTES, PARTIALS_BYTES,
     WORDS,
-) = range(63)  # fmt: skip
+) = range(55)  # fmt: skip
 
-# Words of a phase: both axes of a correlation.
+# Words of a phase: both axes of a correlation, and what a block needs to know of them.
 (
-    H_FIRST, H_EVERY, H_COUNT, H_ORIGIN, H_SPREAD, H_TAPS, H_W_FIRST, H_W_STEP,
-    W_FIRST, W_EVERY, W_COUNT, W_ORIGIN, W_SPREAD, W_TAPS, W_W_FIRST, W_W_STEP,
-    FULL_AT, FULL, SINGLE_AT, SINGLE, TAP, JUMP, W_BYTES, LAST_W, INNER_LO, INNER_HI,
+    H_FIRST, H_COUNT, H_ORIGIN, H_SPREAD, H_TAPS, H_W_FIRST, H_W_STEP,
+    W_FIRST, W_COUNT, W_ORIGIN, W_SPREAD, W_TAPS, W_W_FIRST, W_W_STEP,
+    FULL, SINGLE, TAP, JUMP, W_BYTES, INNER, INNER_END,
     PHASE_WORDS,
-) = range(27)  # fmt: skip
+) = range(22)  # fmt: skip
 
-BIG, SMALL = 8, 4
-BORDER_TAPS = 5
-PLANAR_WGRAD = 1 << 30
-GROUP = 9
-STREAM_BYTES = 8 << 20
+# Words of a depth phase.
+D_STEP, D_ORIGIN, D_SPREAD, D_TAPS, D_W_FIRST, D_W_STEP, DEPTH_WORDS = range(7)
 
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """The table a kernel reads, how to get the kernel, and what a call needs."""
+    """The kernel, the table it reads, and what a call needs. ``finish`` adds up the partial sums of a wgrad."""
 
     kernel: Callable[[], Kernel]
     table: Tensor
     threads: int
     workspace: int
-    stream: bool = False
     finish: Callable[[], Kernel] | None = None
 
 
@@ -268,15 +317,15 @@ class _Table:
     def __init__(self) -> None:
         self.words = [0] * WORDS
 
+    def set(self, values: dict[int, int]) -> None:
+        for index, value in values.items():
+            self.words[index] = value
+
     def put(self, values: list[int]) -> int:
         """Append a list; returns its offset in bytes."""
         at = 8 * len(self.words)
         self.words += values
         return at
-
-    def set(self, **values: int) -> None:
-        for name, value in values.items():
-            self.words[globals()[name]] = value
 
     def tensor(self) -> Tensor:
         return torch.tensor(self.words, dtype=torch.int64)
@@ -286,385 +335,220 @@ def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _threads(problem: Problem, threads: int) -> int:
-    return max(1, min(threads, problem.macs // 100_000))
+def _evenly(total: int, most: int) -> tuple[int, int]:
+    """total cut into pieces of at most `most`, as equal as can be: their size and number."""
+    size = -(-total // -(-total // most))
+    return size, -(-total // size)
+
+
+def _is_direct(problem: Problem) -> bool:
+    """Vectors of channels lie in memory as they are needed; the last one overlaps its neighbour if it has to."""
+    channels_last = problem.rank > 1 and problem.layouts[0] == "nhwc"
+    return channels_last and problem.c == problem.k and problem.c >= lanes(_DTYPES[problem.dtypes[0]])
+
+
+def _start(problem: Problem) -> tuple[_Table, tuple[list[_Phase], list[_Phase], list[_Phase]]]:
+    """What both plans share: the phases of D, H and W, and a table with sizes and strides."""
+    table, one = _Table(), (1,) * (3 - problem.rank)
+    depth, high, wide = (_phases(problem, axis - len(one)) for axis in range(3))
+    forward, size = problem.direction != "dgrad", DTYPE_BYTES[problem.dtypes[0]]
+    x, y = (problem.c, *one, *problem.spatial), (problem.k, *one, *problem.out)
+    for at, (c, d, h, w) in zip((SRC_N, DST_N), (x, y) if forward else (y, x), strict=True):
+        if problem.rank > 1 and problem.layouts[0] == "nhwc":
+            strides = (d * h * w * c, 1, h * w * c, w * c, c)
+        else:
+            strides = (c * d * h * w, d * h * w, h * w, w, 1)
+        table.set({at + i: size * stride for i, stride in enumerate(strides)})
+        table.set({DEPTH: d, HEIGHT: h, WIDTH: w} if at == SRC_N else {CHANNELS: c, OUT_H: h, OUT_W: w})
+    filter_t, filter_r, filter_s = one + problem.filter
+    multiplier = problem.k // problem.c
+    depth_words = [v for p in depth for v in (p.step, p.origin, p.spread, p.taps, p.w_first, p.w_step)]
+    table.set({
+        DIV: multiplier if forward else 1, FAN: 1 if forward else multiplier, EVERY_D: depth[0].every,
+        FILTER_T: filter_t, FILTER_R: filter_r, FILTER_S: filter_s, D_AT: table.put(depth_words),
+    })  # fmt: skip
+    return table, (depth, high, wide)
+
+
+def _gathered(
+    table: _Table, slices: int, high: list[_Phase], wide: list[_Phase], budget: int, V: int
+) -> tuple[int, int]:
+    """Rows and columns of a tile whose padded source and result take about `budget` bytes of scratch memory."""
+    reach_h, reach_w, step_h, step_w = (table.words[i] for i in (REACH_H, REACH_W, STEP_H, STEP_W))
+    rows, cols = max(p.count for p in high), max(p.count for p in wide)
+    area = high[0].every * wide[0].every
+
+    def size(rows: int, cols: int) -> int:
+        return (slices * ((rows - 1) * step_h + reach_h) * ((cols - 1) * step_w + reach_w) + area * rows * cols) * V
+
+    while size(1, cols) > budget and cols > 4 * BIG:
+        cols = _up(-(-cols // 2), BIG)
+    least = min(rows, 4)  # or the rows that strips share would be gathered too often
+    while rows > least and size(rows, cols) > budget:
+        rows -= 1
+    rows = _evenly(max(p.count for p in high), rows)[0]
+    in_cols = (max(cols, BIG) - 1) * step_w + reach_w + MOST_TAPS  # the only block of a row may read beyond it
+    in_rows = (rows - 1) * step_h + reach_h
+    lanes_ = V // table.words[SRC_W] if table.words[SRC_W] < V else 1
+    plain = max(in_rows * min(in_cols, table.words[WIDTH]), lanes_)
+    result = max(area * rows * cols, 64)
+    table.set({
+        IMAGE_PITCH: in_cols * V, IMAGE_SLICE: in_rows * in_cols * V, IMAGE_BYTES: slices * in_rows * in_cols * V,
+        PLAIN_BYTES: plain * V, RESULT_PITCH: wide[0].every * cols * V, RESULT_BYTES: result * V,
+    })  # fmt: skip
+    return rows, cols
+
+
+def _block_words(h: _Phase, w: _Phase, taps: int, pixel: int, w_pixel: int, inner: tuple[int, int]) -> list[int]:
+    """A phase, for blocks of pixels that lie `pixel` bytes apart with weights that lie `w_pixel` bytes apart."""
+    full = w.taps // taps if taps > 1 else 0
+    return [
+        h.first, h.count, h.origin, h.spread, h.taps, h.w_first, h.w_step,
+        w.first, w.count, w.origin, w.spread, w.taps, w.w_first, w.w_step,
+        full, w.taps - full * taps, w.spread * pixel, w.step * pixel, w.w_step * w_pixel, *inner,
+    ]  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
-    T = _DTYPES[problem.dtypes[0]]
-    channels_last = problem.rank > 1 and problem.layouts[0] == "nhwc"
-    wgrad = problem.direction == "wgrad"
-    if problem.c == problem.k and problem.c >= lanes(T):
-        if channels_last or _planar(problem, lanes(T)):
-            plan = _plan_pixels_wgrad if wgrad else _plan_pixels
-            return plan(problem, threads, knobs, T, planar=not channels_last)
-    return (_plan_planes_wgrad if wgrad else _plan_planes)(problem, threads, knobs, T, channels_last)
-
-
-def _planar(problem: Problem, L: int) -> bool:
-    """Whether planes are small enough to be transposed into pixels and back."""
-    pixels = prod(problem.spatial) + prod(problem.out)
-    if problem.rank == 3:
-        return False
-    if problem.direction == "wgrad":
-        return pixels <= PLANAR_WGRAD
-    if problem.direction == "dgrad" and max(problem.stride) > 1:
-        return pixels <= 512 * L
-    return pixels <= 28 * L
-
-
-def _common(problem: Problem, size: int, channels_last: bool) -> tuple[_Table, list[list[_Phase]]]:
-    """What both plans share: sizes and strides of source and destination, depth phases."""
-    rank = problem.rank
-    table = _Table()
-    axes = [_phases(problem, axis - (3 - rank)) for axis in range(3)]
-    one = (1,) * (3 - rank)
-    forward = problem.direction != "dgrad"
-    ends = [(problem.c, *one, *problem.spatial), (problem.k, *one, *problem.out)]
-    for name, (c, d, h, w) in zip(("SRC", "DST"), ends if forward else ends[::-1], strict=True):
-        strides = (d * h * w * c, 1, h * w * c, w * c, c) if channels_last else (c * d * h * w, d * h * w, h * w, w, 1)
-        table.set(**{f"{name}_{axis}": size * stride for axis, stride in zip("NCDHW", strides, strict=True)})
-        if name == "SRC":
-            table.set(DEPTH=d, HEIGHT=h, WIDTH=w)
-        else:
-            table.set(CHANNELS=c, OUT_W=w)
-    filt = one + problem.filter
-    multiplier = problem.k // problem.c
-    table.set(
-        DIV=multiplier if forward else 1, FAN=1 if forward else multiplier,
-        FILTER_T=filt[0], FILTER_R=filt[1], FILTER_S=filt[2],
-        D_EVERY=axes[0][0].every, STEP_H=axes[1][0].step, STEP_W=axes[2][0].step,
-        D_AT=table.put([v for p in axes[0] for v in (p.step, p.origin, p.spread, p.taps, p.w_first, p.w_step)]),
-    )  # fmt: skip
-    return table, axes
-
-
-def _phase_words(h: _Phase, w: _Phase) -> list[int]:
-    words = [0] * PHASE_WORDS
-    words[:16] = [
-        h.first, h.every, h.count, h.origin, h.spread, h.taps, h.w_first, h.w_step,
-        w.first, w.every, w.count, w.origin, w.spread, w.taps, w.w_first, w.w_step,
-    ]  # fmt: skip
-    return words
-
-
-def _out_depth(problem: Problem) -> int:
-    sizes = problem.spatial if problem.direction == "dgrad" else problem.out
-    return sizes[0] if problem.rank == 3 else 1
-
-
-def _plan_planes(problem: Problem, threads: int, knobs: DepthwiseKnobs, T: type, channels_last: bool) -> _Plan:
+    """fprop and dgrad: a tile is a rectangle of results of one image, for a chunk of channels."""
+    T, direct = _DTYPES[problem.dtypes[0]], _is_direct(problem)
     size, L = np.dtype(T).itemsize, lanes(T)
     V = L * size
-    table, (depth, axis_h, axis_w) = _common(problem, size, channels_last)
-    wide = max(p.count for p in axis_h) < 4
-    taps = step = 1
-    if not wide:
-        axis_h, taps, step = _reuse(axis_h)
-    (origin_h, reach_h), (origin_w, reach_w) = _reach(axis_h), _reach(axis_w)
-    step_h, step_w = axis_h[0].step, axis_w[0].step
-    grid_h, grid_w = max(p.count for p in axis_h), max(p.count for p in axis_w)
-    fan = problem.k // problem.c if problem.direction == "dgrad" else 1
-    slices = max(1, fan * max(p.taps for p in depth))
-    every_w = axis_w[0].every
-    least = min(grid_h, 1 if wide else BIG)
-
-    def row_of(cols: int) -> tuple[int, int]:
-        seg = _up(-(-((cols - 1) * step_w + reach_w) // step_w), L)
-        return seg, seg * step_w * size
-
-    cols = grid_w
-    while slices * ((least - 1) * step_h + reach_h) * row_of(cols)[1] > knobs.panel and cols > 8 * L:
-        cols = _up(-(-cols // 2), L)
-    seg, pitch = row_of(cols)
-    rows = max(least, min(grid_h, (knobs.panel // (slices * pitch) - reach_h) // step_h + 1))
-    rows = -(-grid_h // -(-grid_h // rows))
-    if rows < grid_h and not wide:
-        rows = min(grid_h, _up(rows, BIG))
+    table, (depth, high, wide) = _start(problem)
+    wide, taps, step = _slide(wide)
+    (origin_h, reach_h), (origin_w, reach_w) = _reach(high), _reach(wide)
+    table.set({
+        STEP_H: high[0].step, STEP_W: wide[0].step, EVERY_H: high[0].every, EVERY_W: wide[0].every,
+        ORIGIN_H: origin_h, ORIGIN_W: origin_w, REACH_H: reach_h, REACH_W: reach_w,
+    })  # fmt: skip
+    threads = max(1, min(threads, problem.macs // THREAD_MACS))
+    channels, count = table.words[CHANNELS], prod(problem.filter)
+    grid_h, grid_w = max(p.count for p in high), max(p.count for p in wide)
+    out_d = (problem.rank == 3 and (problem.spatial if problem.direction == "dgrad" else problem.out)[0]) or 1
+    slices = max(1, max(p.taps for p in depth))
+    if direct:
+        # Weights of a chunk of channels stay in the first-level cache. Then as many tiles as keep all threads busy, by
+        # strips of at least 128 pixels first and by smaller chunks second.
+        groups, others, wanted = channels // L, problem.n * out_d, 8 * threads
+        chunks = -(-groups // max(1, min(groups, knobs.block // (count * V))))
+        strips = max(1, min(grid_h, -(-wanted // (others * chunks)), grid_h * grid_w // 128))
+        if others * chunks * strips < wanted:
+            chunks = max(chunks, min(groups // 2, -(-wanted // (others * strips))))
+        chunk, chunks = _evenly(groups, -(-groups // chunks))
+        rows, cols, pixel = -(-grid_h // strips), grid_w, table.words[SRC_W]
+    else:
+        chunk, chunks, pixel = 1, -(-channels // L), V
+        rows, cols = _gathered(table, slices, high, wide, knobs.block, V)
+    pitch = (chunk + 2) * V  # one vector more for channels left over, one to keep taps off each other's cache sets
+    everywhere = lambda p: (0, p.count)  # noqa: E731
+    inside = (lambda p: p.inside(table.words[WIDTH])) if direct else everywhere
+    records = [v for h in high for w in wide for v in _block_words(h, w, taps, pixel, pitch, inside(w))]
     rects = [
         v for i in range(0, grid_h, rows) for j in range(0, grid_w, cols)
         for v in (i, min(rows, grid_h - i), j, min(cols, grid_w - j))
     ]  # fmt: skip
-    in_rows = (rows - 1) * step_h + reach_h
-    # A block reads up to BIG outputs beyond the last one and a vector up to L columns; the results are not stored.
-    slack = BIG * (V if wide else step_h * pitch) + 2 * V
-    panel_bytes = _up(slices * in_rows * pitch + slack, 64)
-    direct = every_w == 1 and not channels_last
-    side_pitch = 0 if direct else _up(cols, L) * size
-    filt_s = problem.filter[-1]
-
-    records = []
-    for h in axis_h:
-        for w in axis_w:
-            words = _phase_words(h, w)
-
-            def place(r: int, s: int, h: _Phase = h, w: _Phase = w) -> tuple[int, int]:
-                row, col = h.origin - origin_h + r * h.spread, w.origin - origin_w + s * w.spread
-                index = (h.w_first + h.w_step * r) * filt_s + w.w_first + w.w_step * s
-                return row * pitch + (col % step_w * seg + col // step_w) * size, index * size
-
-            whole = h.taps // taps * taps if taps > 1 else 0
-            full = [v for s in range(w.taps) for r in range(0, whole, taps) for v in place(r, s)]
-            single = [v for s in range(w.taps) for r in range(whole, h.taps) for v in place(r, s)]
-            words[FULL_AT], words[FULL] = table.put(full), len(full) // 2
-            words[SINGLE_AT], words[SINGLE] = table.put(single), len(single) // 2
-            words[TAP], words[JUMP] = h.spread * pitch, V if wide else h.step * pitch
-            words[W_BYTES] = h.w_step * filt_s * size
-            words[LAST_W] = int(w is axis_w[-1])
-            records.append(words)
-    spots = _out_depth(problem) * (len(rects) // 4)
-    channels = problem.c if problem.direction == "dgrad" else problem.k
-    units = problem.n * channels
-    threads = _threads(problem, threads)
-    chunk = max(1, min(units // (4 * threads), units * spots // (16 * threads)) // spots)
-    chunks = -(-units // chunk)
-    thread_bytes = _up(panel_bytes + rows * every_w * side_pitch, 64)
-    table.set(
-        TILES=chunks * spots, SPOTS=spots, CHUNKS=chunks, CHUNK=chunk, UNITS=units,
-        PHASES=len(records), PHASES_AT=table.put([v for r in records for v in r]),
-        RECTS=len(rects) // 4, RECTS_AT=table.put(rects), ORIGIN_H=origin_h, ORIGIN_W=origin_w, REACH_H=reach_h,
-        REACH_W=reach_w, STEP_H=step_h, PITCH=pitch, SLICE=in_rows * pitch, SEG=seg,
-        STEP_B=step_h * pitch if wide else V, PANEL_BYTES=panel_bytes,
-        SIDE_PITCH=side_pitch, EVERY_W=every_w, WIDE=int(wide), THREAD_BYTES=thread_bytes,
-    )  # fmt: skip
-    return _Plan(functools.partial(_planes_kernel, T, taps, step), table.tensor(), threads, thread_bytes * threads + 64)
+    spots = out_d * (len(rects) // 4)
+    rows_bytes = 16 * (1 + slices * max(p.taps for p in high))
+    scratch = table.words[IMAGE_BYTES] + table.words[PLAIN_BYTES] + 2 * table.words[RESULT_BYTES]
+    thread_bytes = _up((count + 1) * pitch + scratch + rows_bytes, 64)
+    table.set({
+        TILES: chunks * problem.n * spots, SPOTS: spots, CHUNKS: chunks, CHUNK: chunk * L, UNITS: problem.n,
+        THREAD_BYTES: thread_bytes, PHASES: len(records) // PHASE_WORDS, PHASES_AT: table.put(records),
+        RECTS: len(rects) // 4, RECTS_AT: table.put(rects),
+        PACK_PITCH: pitch, PACK_BYTES: count * pitch, ROWS_BYTES: rows_bytes,
+    })  # fmt: skip
+    kernel = functools.partial(_filter_kernel, T, taps, step, direct)
+    return _Plan(kernel, table.tensor(), threads, thread_bytes * threads + 64)
 
 
-def _plan_pixels(problem: Problem, threads: int, knobs: DepthwiseKnobs, T: type, planar: bool) -> _Plan:
+@functools.lru_cache(maxsize=1024)
+def _plan_wgrad(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
+    """wgrad: a task adds up a part of all rectangles for a chunk of channels."""
+    T, direct = _DTYPES[problem.dtypes[0]], _is_direct(problem)
     size, L = np.dtype(T).itemsize, lanes(T)
     V = L * size
-    table, (depth, axis_h, axis_w) = _common(problem, size, channels_last=not planar)
-    source_bytes = result_bytes = 0
-    if planar:
-        source, result = (problem.spatial, problem.out)[:: -1 if problem.direction == "dgrad" else 1]
-        source_bytes, result_bytes = prod(source) * V, max(L, prod(result)) * V
-        table.set(SRC_H=source[-1] * V, SRC_W=V, DST_H=result[-1] * V, DST_W=V, SRC_PIXELS=prod(source))
-        table.set(DST_PIXELS=prod(result), SRC_BYTES=source_bytes)
-    axis_w, taps, step = _reuse(axis_w)
-    width = table.words[WIDTH]
-    filt = (1,) * (3 - problem.rank) + problem.filter
-    count = filt[0] * filt[1] * filt[2]
-    C = problem.c
-    groups = C // L
-    chunk = max(1, min(groups, knobs.panel // (count * V)))
-    grid_h = max(p.count for p in axis_h)
-    grid_w = sum(p.count for p in axis_w)
-    threads = _threads(problem, threads)
-    out_d = _out_depth(problem)
-    need = 8 * threads
-    chunks = -(-groups // chunk)
-    tiles = problem.n * out_d * chunks
-    strips = max(1, min(grid_h, -(-need // tiles), grid_h * grid_w // 128))
-    tiles *= strips
-    if tiles < need:
-        chunks = max(chunks, min(groups // 2, chunks * -(-need // tiles)))
-    chunk = -(-groups // chunks)
-    chunks = -(-groups // chunk)
-    if planar:
-        chunk, chunks, strips = 1, -(-C // L), 1
-    strip = -(-grid_h // strips)
-    strips = -(-grid_h // strip)
-    pack_pitch = (chunk + 2) * V
-    records = []
-    for h in axis_h:
-        for w in axis_w:
-            words = _phase_words(h, w)
-            words[FULL] = w.taps // taps if taps > 1 else 0
-            words[SINGLE] = w.taps - words[FULL] * taps
-            pixel = table.words[SRC_W]
-            words[TAP], words[JUMP], words[W_BYTES] = w.spread * pixel, w.step * pixel, w.w_step * pack_pitch
-            lo = -(w.origin // w.step) if w.origin < 0 else 0
-            hi = (width - 1 - w.origin - (w.taps - 1) * w.spread) // w.step + 1
-            words[INNER_LO] = min(max(lo, 0), w.count)
-            words[INNER_HI] = min(max(hi, words[INNER_LO]), w.count)
-            records.append(words)
-    rows_bytes = 16 * (1 + max(p.taps for p in depth) * max(p.taps for p in axis_h))
-    pack_bytes = count * pack_pitch
-    table.set(ROWS_BYTES=rows_bytes)
-    thread_bytes = _up(pack_bytes + pack_pitch + source_bytes + result_bytes + rows_bytes, 64)
-    table.set(
-        TILES=problem.n * out_d * strips * chunks, SPOTS=out_d * strips, CHUNKS=chunks, CHUNK=chunk * L,
-        UNITS=problem.n, PHASES=len(records), PHASES_AT=table.put([v for r in records for v in r]),
-        STEP_W=axis_w[0].step,
-        STRIPS=strips, STRIP=strip, GRID_H=grid_h, PACK_PITCH=pack_pitch, PACK_BYTES=pack_bytes,
-        THREAD_BYTES=thread_bytes,
-    )  # fmt: skip
-    stream = prod(problem.result_shape) * size >= STREAM_BYTES and C * size % LANE_BYTES == 0 and not planar
-    kernel = functools.partial(_pixels_kernel, T, taps, step, planar)
-    return _Plan(kernel, table.tensor(), threads, thread_bytes * threads + 64, stream)
-
-
-_TASKS = 16  # of a wgrad, whatever the number of threads: the order of the sums must not depend on it
-
-
-def _plan_pixels_wgrad(problem: Problem, threads: int, knobs: DepthwiseKnobs, T: type, planar: bool) -> _Plan:
-    size, L = np.dtype(T).itemsize, lanes(T)
-    V = L * size
-    table, (depth, axis_h, axis_w) = _common(problem, size, channels_last=not planar)
-    (d,), (h,), (w,) = depth, axis_h, axis_w
-    filt = (1,) * (3 - problem.rank) + problem.filter
-    count = prod(filt)
-    step = w.step // w.spread if w.step % w.spread == 0 and w.step // w.spread < w.taps else 1
-    taps = _reuse([w])[1] if w.step % w.spread == 0 else 1
-    C = problem.c
-    groups = -(-C // L)
-    P, Q = h.count, w.count
-    strip = max(1, min(P, -(-256 // Q)))
-    source_bytes = result_bytes = 0
-    if planar:
-        in_rows = (strip - 1) * h.step + (h.taps - 1) * h.spread + 1
-        width = problem.spatial[-1]
-        height = problem.spatial[0] if problem.rank == 2 else 1
-        source_bytes, result_bytes = min(in_rows, height) * width * V, strip * Q * V
-        source_bytes, result_bytes = max(source_bytes, V * L), max(result_bytes, V * L)
-        table.set(SRC_H=width * V, SRC_W=V, DST_H=Q * V, DST_W=V, SRC_PIXELS=height * width, DST_PIXELS=P * Q)
-        table.set(SRC_BYTES=source_bytes)
-    strips = -(-P // strip)
-    items = problem.n * d.count * strips
-    whole = C // L
-    chunk = max(1, min(whole, knobs.panel // (count * V)))
-    chunks = -(-whole // chunk)
-    parts = max(1, min(items, -(-_TASKS // chunks)))
-    if chunks * parts < _TASKS:
-        chunks = max(chunks, min(whole // 2, -(-_TASKS // parts)))
-    chunk = -(-whole // max(1, chunks))
-    chunks = -(-whole // chunk)
-    if planar:
-        chunk, chunks = 1, groups
-        parts = max(1, min(items, -(-_TASKS // chunks)))
-    parts = -(-items // -(-items // parts))
-    pitch = (chunk + 2) * V
-    words = _phase_words(h, w)
-    words[FULL] = w.taps // taps if taps > 1 else 0
-    words[SINGLE] = w.taps - words[FULL] * taps
-    pixel = table.words[SRC_W]
-    words[TAP], words[JUMP], words[W_BYTES] = w.spread * pixel, w.step * pixel, pitch
-    lo = -(w.origin // w.step) if w.origin < 0 else 0
-    hi = (table.words[WIDTH] - 1 - w.origin - (w.taps - 1) * w.spread) // w.step + 1
-    words[INNER_LO] = min(max(lo, 0), w.count)
-    words[INNER_HI] = min(max(hi, words[INNER_LO]), w.count)
-    rows_bytes = 16 * (1 + d.taps * h.taps)
-    pack_bytes = count * pitch
-    thread_bytes = _up(pack_bytes + source_bytes + result_bytes + rows_bytes, 64)
-    partial = count * groups * L * 8
-    threads = _threads(problem, threads)
-    table.set(
-        TILES=chunks * parts, CHUNKS=chunks, CHUNK=chunk * L, ITEMS=items, PARTS=parts, STRIPS=strips, STRIP=strip,
-        SPOTS=d.count, GRID_H=P, PACK_PITCH=pitch, PACK_BYTES=pack_bytes, ROWS_BYTES=rows_bytes,
-        PHASES_AT=table.put(words), PARTIAL_BYTES=partial, PARTIALS_BYTES=partial * parts, THREAD_BYTES=thread_bytes,
-    )  # fmt: skip
-    return _Plan(
-        functools.partial(_pixels_wgrad_kernel, T, taps, step, planar), table.tensor(), threads,
-        partial * parts + thread_bytes * threads + 64, finish=functools.partial(_pixels_finish_kernel, T),
-    )  # fmt: skip
-
-
-def _plan_planes_wgrad(problem: Problem, threads: int, knobs: DepthwiseKnobs, T: type, channels_last: bool) -> _Plan:
-    size, L = np.dtype(T).itemsize, lanes(T)
-    V = L * size
-    table, ((d,), (h,), (w,)) = _common(problem, size, channels_last)
-    reach_h, reach_w = (h.taps - 1) * h.spread + 1, (w.taps - 1) * w.spread + 1
-
-    def row_of(cols: int) -> tuple[int, int]:
-        seg = _up(-(-((cols - 1) * w.step + reach_w) // w.step), L)
-        return seg, seg * w.step * size
-
-    cols = w.count
-    while d.taps * reach_h * row_of(cols)[1] > knobs.panel and cols > 8 * L:
-        cols = _up(-(-cols // 2), L)
-    seg, pitch = row_of(cols)
-    rows = max(1, min(h.count, (knobs.panel // (d.taps * pitch) - reach_h) // h.step + 1))
-    rows = -(-h.count // -(-h.count // rows))
+    table, ((d,), (h,), (w,)) = _start(problem)
+    _, taps, step = _slide([w], split=False)
+    table.set({
+        STEP_H: h.step, STEP_W: w.step, EVERY_H: 1, EVERY_W: 1, ORIGIN_H: h.origin, ORIGIN_W: w.origin,
+        REACH_H: (h.taps - 1) * h.spread + 1, REACH_W: (w.taps - 1) * w.spread + 1,
+    })  # fmt: skip
+    count, groups = prod(problem.filter), -(-problem.k // L)
+    rows, cols = max(1, WGRAD_PIXELS // w.count), w.count
+    if not direct:
+        most, cols = _gathered(table, d.taps, [h], [w], knobs.block, V)
+        rows = min(most, max(1, WGRAD_PIXELS // cols))
+    rows = _evenly(h.count, min(rows, h.count))[0]
     rects = [
         v for i in range(0, h.count, rows) for j in range(0, w.count, cols)
         for v in (i, min(rows, h.count - i), j, min(cols, w.count - j))
     ]  # fmt: skip
-    in_rows = (rows - 1) * h.step + reach_h
-    places = [
-        t * in_rows * pitch + r * h.spread * pitch + (s * w.spread % w.step * seg + s * w.spread // w.step) * size
-        for t in range(d.taps) for r in range(h.taps) for s in range(w.taps)
-    ]  # fmt: skip
-    count = len(places)
-    tap_groups = -(-count // GROUP)
-    places += places[-1:] * (tap_groups * GROUP - count)
-    panel_bytes = _up(d.taps * in_rows * pitch + 2 * V, 64)
-    side_pitch = _up(cols, L) * size if channels_last else 0
     items = problem.n * d.count * (len(rects) // 4)
-    parts = max(1, min(items, -(-_TASKS // problem.k)))
-    parts = -(-items // -(-items // parts))
-    acc_bytes = tap_groups * GROUP * L * 8
-    thread_bytes = _up(panel_bytes + rows * side_pitch + acc_bytes, 64)
-    partial = problem.k * count * 8
-    threads = _threads(problem, threads)
-    table.set(
-        TILES=problem.k * parts, ITEMS=items, PARTS=parts, SPOTS=d.count, RECTS=len(rects) // 4,
-        RECTS_AT=table.put(rects), ORIGIN_H=h.origin, ORIGIN_W=w.origin, REACH_H=reach_h, PITCH=pitch,
-        SLICE=in_rows * pitch, SEG=seg, PANEL_BYTES=panel_bytes, SIDE_PITCH=side_pitch, ACC_BYTES=acc_bytes,
-        TAPS_AT=table.put(places), TAP_GROUPS=tap_groups, PARTIAL_BYTES=partial, PARTIALS_BYTES=partial * parts,
-        THREAD_BYTES=thread_bytes,
-    )  # fmt: skip
+    chunk, chunks = 1, groups
+    if direct:
+        whole = problem.k // L
+        chunks = -(-whole // max(1, min(whole, knobs.block // (count * V))))
+        parts = min(items, -(-WGRAD_TASKS // chunks))
+        if chunks * parts < WGRAD_TASKS:
+            chunks = max(chunks, min(whole // 2, -(-WGRAD_TASKS // parts)))
+        chunk, chunks = _evenly(whole, -(-whole // chunks))
+    parts = min(items, -(-WGRAD_TASKS // chunks))
+    pitch, pixel = (chunk + 2) * V, table.words[SRC_W] if direct else V
+    inner = w.inside(table.words[WIDTH]) if direct else (0, w.count)
+    rows_bytes = 16 * (1 + d.taps * h.taps)
+    scratch = table.words[IMAGE_BYTES] + table.words[PLAIN_BYTES] + table.words[RESULT_BYTES]
+    thread_bytes = _up(count * pitch + scratch + rows_bytes, 64)
+    partial = count * groups * L * 8
+    threads = max(1, min(threads, problem.macs // THREAD_MACS))
+    table.set({
+        TILES: chunks * parts, CHUNKS: chunks, CHUNK: chunk * L, PARTS: parts, ITEMS: items, SPOTS: d.count,
+        RECTS: len(rects) // 4, RECTS_AT: table.put(rects), THREAD_BYTES: thread_bytes,
+        PHASES_AT: table.put(_block_words(h, w, taps, pixel, pitch, inner)),
+        PACK_PITCH: pitch, PACK_BYTES: count * pitch, ROWS_BYTES: rows_bytes,
+        PARTIAL_BYTES: partial, PARTIALS_BYTES: _up(partial * parts, 64),
+    })  # fmt: skip
     return _Plan(
-        functools.partial(_planes_wgrad_kernel, T), table.tensor(), threads,
-        _up(partial * parts, 64) + thread_bytes * threads + 64, finish=functools.partial(_planes_finish_kernel, T),
+        kernel=functools.partial(_wgrad_kernel, T, taps, step, direct), table=table.tensor(), threads=threads,
+        workspace=_up(partial * parts, 64) + thread_bytes * threads + 64,
+        finish=functools.partial(_finish_kernel, T),
     )  # fmt: skip
 
 
-# ---- register blocks ----------------------------------------------------------------------------------------------
+# ---- register blocks ------------------------------------------------------------------------------------------
 
-_I64 = ir.IntType(64)
-
-
-def _emit_taps(dtype, count, value_of):
-    """Signature and code generator of a tuple of `count` vectors, the i-th from value_of(builder, kind, place_i)."""
-    if not isinstance(dtype, types.NumberClass) or not isinstance(count, types.IntegerLiteral):
-        return None
-    element = dtype.instance_type
-    vector = Vector(element, LANE_BYTES * 8 // element.bitwidth)
-    block = types.UniTuple(vector, count.literal_value)
-
-    def codegen(context, builder, signature, args):
-        _, _, address, stride = args
-        kind = context.get_value_type(vector)
-        return pack(builder, [value_of(builder, kind, p) for p in emit_rows(builder, address, stride, block.count)])
-
-    return block(dtype, count, types.int64, types.int64), codegen
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
-@intrinsic(prefer_literal=True)
-def load_taps(typingctx, dtype, count, address, stride):
-    """load_taps(T, n, address, stride) -> tuple: the i-th vector lies at address + i * stride."""
-    return _emit_taps(dtype, count, emit_load)
-
-
-@intrinsic(prefer_literal=True)
-def broadcast_taps(typingctx, dtype, count, address, stride):
-    """broadcast_taps(T, n, address, stride) -> tuple: the i-th vector holds the scalar at address + i * stride."""
-
-    def value_of(builder, kind, place):
-        return emit_splat(builder, emit_load(builder, kind.element, place), kind.count)
-
-    return _emit_taps(dtype, count, value_of)
+def _emit_slide(builder, count, taps, every, value, add):
+    """Ask once for each value(i) that some pair needs, and add(t, j, it) for all pairs with i = every*j + t."""
+    for i in range((count - 1) * every + taps):
+        pairs = [(t, (i - t) // every) for t in range(taps) if (i - t) % every == 0 and 0 <= (i - t) // every < count]
+        if pairs:
+            x = value(i)
+            for t, j in pairs:
+                add(t, j, x)
 
 
 @intrinsic(prefer_literal=True)
 def slide(typingctx, sums, weights, step, address, pitch):
-    """slide(sums, weights, step, address, pitch) -> sums[j] + weights[t] * x[step*j + t], summed over t."""
+    """slide(sums, weights, step, address, pitch) -> sums[j] + weights[t] * x[step*j + t], summed over t.
+
+    x[i] is the vector at address + i * pitch. A sum meets its taps in their order.
+    """
     if not (is_block(sums) and is_block(weights) and isinstance(step, types.IntegerLiteral)):
         return None
     every = step.literal_value
 
     def codegen(context, builder, signature, args):
-        sums_, weights_, _, address_, pitch_ = args
-        totals, taps = unpack(builder, sums_), unpack(builder, weights_)
-        places = emit_rows(builder, address_, pitch_, (len(totals) - 1) * every + len(taps))
-        for i, place in enumerate(places):
-            hits = [t for t in range(len(taps)) if (i - t) % every == 0 and 0 <= (i - t) // every < len(totals)]
-            if hits:
-                x = emit_load(builder, totals[0].type, place)
-                for t in hits:
-                    j = (i - t) // every
-                    totals[j] = emit_fma(builder, x, taps[t], totals[j])
+        totals, taps = unpack(builder, args[0]), unpack(builder, args[1])
+        places = emit_rows(builder, args[3], args[4], (len(totals) - 1) * every + len(taps))
+
+        def add(t, j, x):
+            totals[j] = emit_fma(builder, x, taps[t], totals[j])
+
+        value = lambda i: emit_load(builder, totals[0].type, places[i])  # noqa: E731
+        _emit_slide(builder, len(totals), len(taps), every, value, add)
         return pack(builder, totals)
 
     return sums(sums, weights, step, types.int64, types.int64), codegen
@@ -672,7 +556,7 @@ def slide(typingctx, sums, weights, step, address, pitch):
 
 @intrinsic(prefer_literal=True)
 def slide_clipped(typingctx, sums, weights, step, address, pitch, index, spread, width, zeros):
-    """What `slide` does, at the border: x[i] is a vector of zeros unless 0 <= index + spread*i < width."""
+    """What `slide` does, at the border: x[i] is the vector at `zeros` unless 0 <= index + spread*i < width."""
     if not (is_block(sums) and is_block(weights) and isinstance(step, types.IntegerLiteral)):
         return None
     every = step.literal_value
@@ -680,198 +564,19 @@ def slide_clipped(typingctx, sums, weights, step, address, pitch, index, spread,
     def codegen(context, builder, signature, args):
         sums_, weights_, _, address_, pitch_, index_, spread_, width_, zeros_ = args
         totals, taps = unpack(builder, sums_), unpack(builder, weights_)
-        for i in range((len(totals) - 1) * every + len(taps)):
-            hits = [t for t in range(len(taps)) if (i - t) % every == 0 and 0 <= (i - t) // every < len(totals)]
-            if hits:
-                inside = builder.icmp_unsigned("<", emit_offset(builder, index_, i, spread_), width_)
-                place = builder.select(inside, emit_offset(builder, address_, i, pitch_), zeros_)
-                x = emit_load(builder, totals[0].type, place)
-                for t in hits:
-                    j = (i - t) // every
-                    totals[j] = emit_fma(builder, x, taps[t], totals[j])
+
+        def value(i):
+            inside = builder.icmp_unsigned("<", emit_offset(builder, index_, i, spread_), width_)
+            place = builder.select(inside, emit_offset(builder, address_, i, pitch_), zeros_)
+            return emit_load(builder, totals[0].type, place)
+
+        def add(t, j, x):
+            totals[j] = emit_fma(builder, x, taps[t], totals[j])
+
+        _emit_slide(builder, len(totals), len(taps), every, value, add)
         return pack(builder, totals)
 
     return sums(sums, weights, step, *[types.int64] * 6), codegen
-
-
-@intrinsic
-def store_block(typingctx, sums, address, pitch):
-    if not is_block(sums):
-        return None
-
-    def codegen(context, builder, signature, args):
-        sums_, address_, pitch_ = args
-        totals = unpack(builder, sums_)
-        for place, total in zip(emit_rows(builder, address_, pitch_, len(totals)), totals, strict=True):
-            emit_store(builder, place, total)
-        return context.get_dummy_value()
-
-    return types.void(sums, types.int64, types.int64), codegen
-
-
-@intrinsic
-def store_block_clipped(typingctx, sums, address, pitch, count, limit, narrowing):
-    """Vectors j < count, and of each its first limit - j * narrowing lanes."""
-    if not is_block(sums):
-        return None
-
-    def codegen(context, builder, signature, args):
-        sums_, address_, pitch_, count_, limit_, narrowing_ = args
-        totals = unpack(builder, sums_)
-        for j, total in enumerate(totals):
-            at = ir.Constant(_I64, j)
-            width = builder.sub(limit_, builder.mul(narrowing_, at))
-            inside = builder.and_(
-                builder.icmp_signed("<", at, count_), builder.icmp_signed(">", width, ir.Constant(_I64, 0))
-            )
-            lanes_ = builder.select(inside, width, ir.Constant(_I64, 0))
-            mask = emit_clip_mask(builder, ir.Constant(_I64, 0), lanes_, sums.dtype.count)
-            emit_masked_store(builder, emit_offset(builder, address_, j, pitch_), total, mask)
-        return context.get_dummy_value()
-
-    return types.void(sums, *[types.int64] * 5), codegen
-
-
-@intrinsic(prefer_literal=True)
-def pick(typingctx, low, high, first, step):
-    """Lanes first, first + step, ... of the two vectors behind each other."""
-    f, s = first.literal_value, step.literal_value
-
-    def codegen(context, builder, signature, args):
-        n = low.count
-        at = ir.Constant(ir.VectorType(ir.IntType(32), n), [f + s * i for i in range(n)])
-        return builder.shuffle_vector(args[0], args[1], at)
-
-    return low(low, high, first, step), codegen
-
-
-@intrinsic(prefer_literal=True)
-def weave(typingctx, even, odd, half):
-    """even[0], odd[0], even[1], odd[1], ...: half 0 or 1 of it."""
-    h = half.literal_value
-
-    def codegen(context, builder, signature, args):
-        n = even.count
-        at = [(h * n // 2 + i // 2) + (n if i % 2 else 0) for i in range(n)]
-        return builder.shuffle_vector(args[0], args[1], ir.Constant(ir.VectorType(ir.IntType(32), n), at))
-
-    return even(even, odd, half), codegen
-
-
-@intrinsic(prefer_literal=True)
-def load_taps_clipped(typingctx, dtype, count, address, stride, limit):
-    """load_taps, with the first `limit` lanes of each vector only; zero in the others."""
-    if not isinstance(dtype, types.NumberClass) or not isinstance(count, types.IntegerLiteral):
-        return None
-    element = dtype.instance_type
-    vector = Vector(element, LANE_BYTES * 8 // element.bitwidth)
-    block = types.UniTuple(vector, count.literal_value)
-
-    def codegen(context, builder, signature, args):
-        _, _, address_, stride_, limit_ = args
-        kind = context.get_value_type(vector)
-        mask = emit_clip_mask(builder, ir.Constant(_I64, 0), limit_, vector.count)
-        places = emit_rows(builder, address_, stride_, block.count)
-        return pack(builder, [emit_masked_load(builder, kind, p, mask) for p in places])
-
-    return block(dtype, count, types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def transpose(typingctx, block):
-    """Lane i of vector j becomes lane j of vector i, in log2(lanes) rounds of interleaving halves."""
-    if not is_block(block) or block.count != block.dtype.count:
-        return None
-
-    def codegen(context, builder, signature, args):
-        rows, count = unpack(builder, args[0]), block.count
-        index = ir.VectorType(ir.IntType(32), count)
-        halves = [
-            ir.Constant(index, [half + i // 2 + (count if i % 2 else 0) for i in range(count)])
-            for half in (0, count // 2)
-        ]
-        for _ in range(count.bit_length() - 1):
-            rows = [
-                builder.shuffle_vector(rows[i], rows[i + count // 2], half)
-                for i in range(count // 2) for half in halves
-            ]  # fmt: skip
-        return pack(builder, rows)
-
-    return block(block), codegen
-
-
-@intrinsic
-def load_transposed(typingctx, dtype, address, pitch):
-    """load_transposed(T, address, pitch) -> tuple: lane i of vector j is element j of the row at address + i * pitch.
-
-    As many rows as lanes. Pieces of 16 bytes are put together while loading, which leaves the small square within each
-    piece to be turned by shuffles: half as many as it takes to turn the vectors themselves.
-    """
-    if not isinstance(dtype, types.NumberClass):
-        return None
-    element = dtype.instance_type
-    vector = Vector(element, LANE_BYTES * 8 // element.bitwidth)
-    block = types.UniTuple(vector, vector.count)
-    piece = 128 // element.bitwidth
-
-    def codegen(context, builder, signature, args):
-        _, address_, pitch_ = args
-        count, scalar = vector.count, context.get_value_type(element)
-        small = ir.VectorType(scalar, piece)
-        rows = emit_rows(builder, address_, pitch_, count)
-
-        def pick(a, b, lanes_):
-            return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes_)), lanes_))
-
-        def join(parts):
-            while len(parts) > 1:
-                width = parts[0].type.count
-                parts = [pick(a, b, list(range(2 * width))) for a, b in zip(parts[::2], parts[1::2], strict=True)]
-            return parts[0]
-
-        def weave(a, b, width, half):
-            """Half of a and b interleaved by `width` elements, within each piece."""
-            lanes_ = []
-            for start in range(0, count, piece):
-                run = [start + half * piece // 2 + i for i in range(piece // 2)]
-                for at in range(0, piece // 2, width):
-                    lanes_ += run[at : at + width] + [count + i for i in run[at : at + width]]
-            return pick(a, b, lanes_)
-
-        result = []
-        for column in range(0, count, piece):
-            at = column * element.bitwidth // 8
-            square = [
-                join([emit_load(builder, small, emit_offset(builder, rows[i], 1, at) if at else rows[i])
-                      for i in range(k, count, piece)])
-                for k in range(piece)
-            ]  # fmt: skip
-            if piece == 4:
-                pairs = [weave(square[i], square[i + 1], 1, half) for i in (0, 2) for half in (0, 1)]
-                result += [weave(pairs[h], pairs[h + 2], 2, half) for h in (0, 1) for half in (0, 1)]
-            else:
-                result += [weave(square[0], square[1], 1, half) for half in (0, 1)]
-        return pack(builder, result)
-
-    return block(dtype, types.int64, types.int64), codegen
-
-
-@intrinsic
-def multiply_add(typingctx, sums, x, weights):
-    """multiply_add(sums, x, weights) -> sums[i] + x[i] * weights[i], vectors behind each other in memory."""
-    if not is_block(sums):
-        return None
-
-    def codegen(context, builder, signature, args):
-        sums_, x_, weights_ = args
-        totals, width = unpack(builder, sums_), sums.dtype.count * sums.dtype.dtype.bitwidth // 8
-        for i, total in enumerate(totals):
-            value = emit_load(builder, total.type, emit_offset(builder, x_, i, width))
-            weight = emit_load(builder, total.type, emit_offset(builder, weights_, i, width))
-            totals[i] = emit_fma(builder, value, weight, total)
-        return pack(builder, totals)
-
-    return sums(sums, types.int64, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -882,89 +587,59 @@ def slide_grad(typingctx, sums, values, step, address, pitch):
     every = step.literal_value
 
     def codegen(context, builder, signature, args):
-        sums_, values_, _, address_, pitch_ = args
-        totals, dys = unpack(builder, sums_), unpack(builder, values_)
-        places = emit_rows(builder, address_, pitch_, (len(dys) - 1) * every + len(totals))
-        for i, place in enumerate(places):
-            hits = [t for t in range(len(totals)) if (i - t) % every == 0 and 0 <= (i - t) // every < len(dys)]
-            if hits:
-                x = emit_load(builder, totals[0].type, place)
-                for t in hits:
-                    totals[t] = emit_fma(builder, x, dys[(i - t) // every], totals[t])
+        totals, dys = unpack(builder, args[0]), unpack(builder, args[1])
+        places = emit_rows(builder, args[3], args[4], (len(dys) - 1) * every + len(totals))
+
+        def add(t, j, x):
+            totals[t] = emit_fma(builder, x, dys[j], totals[t])
+
+        value = lambda i: emit_load(builder, totals[0].type, places[i])  # noqa: E731
+        _emit_slide(builder, len(dys), len(totals), every, value, add)
         return pack(builder, totals)
 
     return sums(sums, values, step, types.int64, types.int64), codegen
 
 
 @intrinsic
-def update(typingctx, sums, x, values):
-    """update(sums, x, dy): the vectors in memory at `sums` += those at `x` * dy, one behind the other."""
-    if not is_block(values):
-        return None
+def multiply_add(typingctx, sums, x, weights):
+    """multiply_add(sums, x, weights) -> sums[i] + x[i] * weights[i], both vectors behind each other in memory."""
 
     def codegen(context, builder, signature, args):
-        sums_, x_, values_ = args
-        width = values.dtype.count * values.dtype.dtype.bitwidth // 8
-        for i, value in enumerate(unpack(builder, values_)):
-            place = emit_offset(builder, sums_, i, width)
-            factor = emit_load(builder, value.type, emit_offset(builder, x_, i, width))
-            emit_store(builder, place, emit_fma(builder, factor, value, emit_load(builder, value.type, place)))
+        totals, width = unpack(builder, args[0]), LANE_BYTES
+        for i, total in enumerate(totals):
+            value = emit_load(builder, total.type, emit_offset(builder, args[1], i, width))
+            weight = emit_load(builder, total.type, emit_offset(builder, args[2], i, width))
+            totals[i] = emit_fma(builder, value, weight, total)
+        return pack(builder, totals)
+
+    return sums(sums, types.int64, types.int64), codegen
+
+
+@intrinsic
+def multiply_add_to(typingctx, sums, x, values):
+    """multiply_add_to(sums, x, dy): the vectors in memory at `sums` += those at `x` * dy[i]."""
+
+    def codegen(context, builder, signature, args):
+        for i, value in enumerate(unpack(builder, args[2])):
+            place = emit_offset(builder, args[0], i, LANE_BYTES)
+            x_i = emit_load(builder, value.type, emit_offset(builder, args[1], i, LANE_BYTES))
+            emit_store(builder, place, emit_fma(builder, x_i, value, emit_load(builder, value.type, place)))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, values), codegen
 
 
 @intrinsic
-def gather_add(typingctx, sums, address, offsets, value, limit):
-    """gather_add(sums, address, offsets, dy, limit) -> sums[i] + x[i] * dy, x[i] the first `limit` lanes at
-    address + offsets[i]; the lanes behind are not read."""
-    if not is_block(sums):
-        return None
+def add_wide(typingctx, address, block, fresh):
+    """add_wide(address, block, fresh): the f64 numbers at the address, one for each lane, += the block; fresh: = it."""
 
     def codegen(context, builder, signature, args):
-        sums_, address_, offsets_, value_, limit_ = args
-        totals = unpack(builder, sums_)
-        mask = emit_clip_mask(builder, ir.Constant(_I64, 0), limit_, sums.dtype.count)
-        for i, total in enumerate(totals):
-            place = builder.add(address_, emit_load(builder, _I64, emit_offset(builder, offsets_, i, 8)))
-            x = emit_masked_load(builder, total.type, place, mask)
-            totals[i] = emit_fma(builder, x, value_, total)
-        return pack(builder, totals)
-
-    return sums(sums, types.int64, types.int64, value, types.int64), codegen
-
-
-@intrinsic
-def add_wide(typingctx, address, value, fresh):
-    """add_wide(address, vector, fresh): the f64 numbers at the address, one for each lane, += the vector; or = it."""
-    if not isinstance(value, Vector):
-        return None
-
-    def codegen(context, builder, signature, args):
-        address_, value_, fresh_ = args
-        kind = ir.VectorType(ir.DoubleType(), value.count)
-        wide = value_ if value_.type == kind else builder.fpext(value_, kind)
-        total = builder.fadd(emit_load(builder, kind, address_), wide)
-        emit_store(builder, address_, builder.select(fresh_, wide, total))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, value, types.boolean), codegen
-
-
-@intrinsic
-def add_block_wide(typingctx, address, block, fresh):
-    """add_wide for each vector of a block, one behind the other."""
-    if not is_block(block):
-        return None
-
-    def codegen(context, builder, signature, args):
-        address_, block_, fresh_ = args
         kind = ir.VectorType(ir.DoubleType(), block.dtype.count)
-        for i, value in enumerate(unpack(builder, block_)):
-            place = emit_offset(builder, address_, i, 8 * block.dtype.count)
+        for i, value in enumerate(unpack(builder, args[1])):
+            place = emit_offset(builder, args[0], i, 8 * block.dtype.count)
             wide = value if value.type == kind else builder.fpext(value, kind)
             total = builder.fadd(emit_load(builder, kind, place), wide)
-            emit_store(builder, place, builder.select(fresh_, wide, total))
+            emit_store(builder, place, builder.select(args[2], wide, total))
         return context.get_dummy_value()
 
     return types.void(types.int64, block, types.boolean), codegen
@@ -973,14 +648,11 @@ def add_block_wide(typingctx, address, block, fresh):
 @intrinsic(prefer_literal=True)
 def merge_wide(typingctx, count, address, other):
     """merge_wide(n, address, other): n f64 numbers += n others."""
-    if not isinstance(count, types.IntegerLiteral):
-        return None
 
     def codegen(context, builder, signature, args):
-        _, address_, other_ = args
         kind = ir.VectorType(ir.DoubleType(), count.literal_value)
-        total = builder.fadd(emit_load(builder, kind, address_), emit_load(builder, kind, other_))
-        emit_store(builder, address_, total)
+        total = builder.fadd(emit_load(builder, kind, args[1]), emit_load(builder, kind, args[2]))
+        emit_store(builder, args[1], total)
         return context.get_dummy_value()
 
     return types.void(count, types.int64, types.int64), codegen
@@ -988,391 +660,177 @@ def merge_wide(typingctx, count, address, other):
 
 @intrinsic(prefer_literal=True)
 def load_narrow(typingctx, dtype, count, address, pitch, rows):
-    """load_narrow(T, n, address, pitch, rows) -> tuple: f64 numbers of row i < n rounded to T, those of the last one
-    in place of rows that are not there."""
-    if not isinstance(dtype, types.NumberClass) or not isinstance(count, types.IntegerLiteral):
+    """load_narrow(T, n, address, pitch, rows) -> tuple: f64 numbers at address + i * pitch, rounded to T.
+
+    The last of `rows` stands in for those behind it.
+    """
+    vector = vector_of(dtype)
+    if vector is None:
         return None
-    element = dtype.instance_type
-    vector = Vector(element, LANE_BYTES * 8 // element.bitwidth)
     block = types.UniTuple(vector, count.literal_value)
 
     def codegen(context, builder, signature, args):
         _, _, address_, pitch_, rows_ = args
-        kind, wide_kind = context.get_value_type(vector), ir.VectorType(ir.DoubleType(), vector.count)
-        values = []
-        for i in range(block.count):
-            inside = builder.icmp_signed("<", ir.Constant(_I64, i), rows_)
-            row = builder.select(inside, ir.Constant(_I64, i), builder.sub(rows_, ir.Constant(_I64, 1)))
-            wide = emit_load(builder, wide_kind, builder.add(address_, builder.mul(row, pitch_)))
-            values.append(wide if wide_kind == kind else builder.fptrunc(wide, kind))
-        return pack(builder, values)
+        kind, wide = context.get_value_type(vector), ir.VectorType(ir.DoubleType(), vector.count)
+        places = [emit_row(builder, address_, pitch_, rows_, i) for i in range(block.count)]
+        values = [emit_load(builder, wide, place) for place in places]
+        return pack(builder, [v if wide == kind else builder.fptrunc(v, kind) for v in values])
 
-    return block(dtype, count, types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def store_stream(typingctx, sums, address, pitch):
-    """store_block past the caches: whole aligned lines that nobody reads soon need not be fetched first."""
-    if not is_block(sums):
-        return None
-
-    def codegen(context, builder, signature, args):
-        sums_, address_, pitch_ = args
-        totals = unpack(builder, sums_)
-        for place, total in zip(emit_rows(builder, address_, pitch_, len(totals)), totals, strict=True):
-            pointer = builder.inttoptr(place, total.type.as_pointer())
-            instr = builder.store(total, pointer, align=LANE_BYTES)
-            instr.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-        return context.get_dummy_value()
-
-    return types.void(sums, types.int64, types.int64), codegen
-
-
-@intrinsic(prefer_literal=True)
-def prefetch(typingctx, count, address):
-    """prefetch(n, address): n cache lines, one behind the other, on their way to the second-level cache."""
-    if not isinstance(count, types.IntegerLiteral):
-        return None
-
-    def codegen(context, builder, signature, args):
-        word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        read, second_level, data = (ir.Constant(word, v) for v in (0, 2, 1))
-        for i in range(count.literal_value):
-            place = builder.inttoptr(emit_offset(builder, args[1], i, 64), pointer)
-            builder.call(function, [place, read, second_level, data])
-        return context.get_dummy_value()
-
-    return types.void(count, types.int64), codegen
-
-
-# ---- nchw: planes -------------------------------------------------------------------------------------------------
+    return block(dtype, count, *[types.int64] * 3), codegen
 
 
 @inline
-def field(g, index):
+def field(table, index):
     """Word `index` of a table."""
-    return load_scalar(np.int64, g + 8 * index)
+    return load_scalar(np.int64, table + 8 * index)
+
+
+# ---- scratch memory: pixels of L channels ---------------------------------------------------------------------
 
 
 @inline
-def _zero_rows(T, V, to, pitch, first, last, bytes_):
-    """Rows first to last - 1 of the panel: zero."""
-    row = to + first * pitch
-    for _ in range(first, last):
-        at = row
-        while at < row + bytes_:
-            store(at, zero(T))
-            at += V
-        row += pitch
+def _gather(T, L, SIZE, to, to_pitch, plain, src, row_bytes, pixel, lane, k, div, valid, rows, cols):
+    """to[row][column][lane] = src[row][column][channel], the lane's channel being (k + lane) / div.
 
-
-@inline
-def _copy_rows(T, L, SIZE, to, pitch, src, row_bytes, pixel, rows, first, width, step, seg):
-    """Image rows into panel rows: columns first, first + 1, ..., split into segments by their remainder modulo step."""
-    V = L * SIZE
-    v = 0
-    if step == 1 and pixel == SIZE:
-        last = min(seg, (width - first) // L * L)
-        for _ in range(rows):
-            v = 0
-            while v < seg and first + v < 0:
-                store(to + v * SIZE, load_clipped(T, src, first + v, width))
-                v += L
-            while v < last:
-                store(to + v * SIZE, load(T, src + (first + v) * SIZE))
-                v += L
-            while v < seg:
-                store(to + v * SIZE, load_clipped(T, src, first + v, width))
-                v += L
-            src += row_bytes
-            to += pitch
-    elif step == 2 and pixel == SIZE:
-        while v < seg:
-            at, x, y = first + 2 * v, src, to + v * SIZE
-            if at >= 0 and at + 2 * L <= width:
-                x += at * SIZE
-                for _ in range(rows):
-                    low, high = load(T, x), load(T, x + V)
-                    store(y, pick(low, high, 0, 2))
-                    store(y + seg * SIZE, pick(low, high, 1, 2))
-                    x += row_bytes
-                    y += pitch
-            else:
-                for _ in range(rows):
-                    low, high = load_clipped(T, x, at, width), load_clipped(T, x, at + L, width)
-                    store(y, pick(low, high, 0, 2))
-                    store(y + seg * SIZE, pick(low, high, 1, 2))
-                    x += row_bytes
-                    y += pitch
-            v += L
-    else:
-        for r in range(rows):
-            for i in range(seg):
-                for f in range(step):
-                    at = first + i * step + f
-                    value = T(0)
-                    if at >= 0 and at < width:
-                        value = load_scalar(T, src + r * row_bytes + at * pixel)
-                    store_scalar(to + r * pitch + (f * seg + i) * SIZE, value)
-
-
-@inline
-def _copy_panel(T, L, SIZE, g, panel, src, c, d0, d_spread, d_taps, h0, rows, w0, fresh):
-    """The piece of a source channel that a tile needs, with zeros around it: slices (m, t), rows, columns.
-
-    Zeros above, below and behind stay in place as long as the tile is the same, so that only a fresh one writes them.
+    src is where channel k / div begins, row_bytes, pixel and lane are its strides. Only `valid` lanes exist.
     """
-    D, H, W = field(g, DEPTH), field(g, HEIGHT), field(g, WIDTH)
-    pitch, slice_ = field(g, PITCH), field(g, SLICE)
-    fan, row_bytes = field(g, FAN), field(g, SRC_H)
-    top = min(max(-h0, 0), rows)
-    bottom = min(max(H - h0, top), rows)
-    to = panel
-    for m in range(fan):
-        for t in range(d_taps):
-            d = d0 + t * d_spread
-            if d < 0 or d >= D:
-                if fresh:
-                    _zero_rows(T, L * SIZE, to, pitch, 0, rows, pitch)
-            else:
-                if fresh:
-                    _zero_rows(T, L * SIZE, to, pitch, 0, top, pitch)
-                    _zero_rows(T, L * SIZE, to, pitch, bottom, rows, pitch)
-                plane = src + (c + m) * field(g, SRC_C) + d * field(g, SRC_D) + (h0 + top) * row_bytes
-                _copy_rows(
-                    T, L, SIZE, to + top * pitch, pitch, plane, row_bytes, field(g, SRC_W), bottom - top, w0, W,
-                    field(g, STEP_W), field(g, SEG),
-                )  # fmt: skip
-            to += slice_
+    V = L * SIZE
+    if pixel == SIZE and div == 1:  # squares of L planes by L pixels are turned
+        if cols < L and row_bytes == cols * SIZE:  # through rows, as narrow ones would fill a square badly
+            count, at = rows * cols, 0
+            if count < L:
+                square = transpose(load_block_clipped(T, L, src, lane, valid, count))
+                store_block_clipped(square, plain, V, count, L)
+            while at < count and count >= L:
+                at = min(at, count - L)
+                square = transpose(load_block_clipped(T, L, src + at * SIZE, lane, valid, L))
+                store_block(square, plain + at * V, V)
+                at += L
+            for _ in range(rows):
+                for j in range(cols):
+                    store(to + j * V, load(T, plain + j * V))
+                plain += cols * V
+                to += to_pitch
+        else:
+            for _ in range(rows):
+                at = 0
+                if cols < L:
+                    square = transpose(load_block_clipped(T, L, src, lane, valid, cols))
+                    store_block_clipped(square, to, V, cols, L)
+                while at < cols and cols >= L:
+                    at = min(at, cols - L)
+                    square = transpose(load_block_clipped(T, L, src + at * SIZE, lane, valid, L))
+                    store_block(square, to + at * V, V)
+                    at += L
+                src += row_bytes
+                to += to_pitch
+    else:
+        for _ in range(rows):
+            for j in range(cols):
+                if lane == SIZE and div == 1:
+                    store(to + j * V, load_clipped(T, src + j * pixel, 0, valid))
+                else:
+                    for i in range(valid):
+                        at = ((k + i) // div - k // div) * lane
+                        store_scalar(to + j * V + i * SIZE, load_scalar(T, src + j * pixel + at))
+            src += row_bytes
+            to += to_pitch
 
 
 @inline
-def _scatter_rows(T, L, SIZE, to, row_bytes, pixel, side, side_pitch, every, rows, total):
-    """Rows of `every` segments, column i in segment i % every, to rows of memory."""
+def _scatter(T, L, SIZE, to, row_bytes, pixel, lane, src, src_pitch, valid, rows, cols):
+    """to[row][column][channel] = src[row][column][lane] for the lanes that exist."""
+    V = L * SIZE
+    if pixel == SIZE and src_pitch == cols * V and row_bytes == cols * SIZE:
+        rows, cols = 1, rows * cols
     for _ in range(rows):
-        if every == 2 and pixel == SIZE:
-            for v in range(0, side_pitch // SIZE, L):
-                even, odd = load(T, side + v * SIZE), load(T, side + side_pitch + v * SIZE)
-                store_clipped(to, 2 * v, total, weave(even, odd, 0))
-                store_clipped(to, 2 * v + L, total, weave(even, odd, 1))
+        at = 0
+        if pixel == SIZE:
+            if cols < L:
+                store_block_clipped(transpose(load_block(T, L, src, V)), to, lane, valid, cols)
+            while at < cols and cols >= L:
+                at = min(at, cols - L)
+                square = transpose(load_block(T, L, src + at * V, V))
+                if valid == L:
+                    store_block(square, to + at * SIZE, lane)
+                else:
+                    store_block_clipped(square, to + at * SIZE, lane, valid, L)
+                at += L
         else:
-            for i in range(total):
-                value = load_scalar(T, side + i % every * side_pitch + i // every * SIZE)
-                store_scalar(to + i * pixel, value)
-        side += every * side_pitch
+            for j in range(cols):
+                store_clipped(to + j * pixel, 0, valid, load(T, src + j * V))
         to += row_bytes
+        src += src_pitch
+
+
+@inline
+def _zero_beside(T, V, image, pitch, rows, left, cols, width):
+    """Columns 0 to left - 1 and left + cols to width - 1 of the padded rows become zero."""
+    for _ in range(rows):
+        for j in range(left):
+            store(image + j * V, zero(T))
+        for j in range(left + cols, width):
+            store(image + j * V, zero(T))
+        image += pitch
+
+
+# ---- fprop and dgrad ------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _planes_kernel(T: type, TAPS: int, STEP: int) -> Kernel:
-    """y = bias + filter over x, one channel at a time, vectors along W."""
+def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
+    """A tile is a rectangle of results of one image, for a chunk of channels.
+
+    Each row of results has a list of the rows under it, with the address of each one's first weight: rows outside the
+    image are not on the list. Unless DIRECT, a chunk is one vector, and source and result are in scratch memory.
+    """
     L, SIZE = lanes(T), np.dtype(T).itemsize
     V = L * SIZE
+    LINES = BIG * STEP * V // 64  # of a later row, to fetch with each block and vector of channels
 
     @inline
-    def filter_block(sums, x, w, full, full_end, single, single_end, tap, jump, w_bytes):
-        while full < full_end:
-            weights = broadcast_taps(T, TAPS, w + load_scalar(np.int64, full + 8), w_bytes)
-            sums = slide(sums, weights, STEP, x + load_scalar(np.int64, full), tap)
-            full += 16
-        while single < single_end:
-            weight = broadcast_taps(T, 1, w + load_scalar(np.int64, single + 8), 0)
-            sums = slide(sums, weight, 1, x + load_scalar(np.int64, single), jump)
-            single += 16
-        return sums
-
-    @kernel
-    def depthwise_planes(block):
-        g, src, weights = argument(block, 0), argument(block, 1), argument(block, 2)
-        dst, bias, scratch = argument(block, 3), argument(block, 4), argument(block, 5)
-        panel = scratch + thread_index(block) * field(g, THREAD_BYTES)
-        side = panel + field(g, PANEL_BYTES)
-        at = panel
-        while at < side:  # what lies behind the last row is read, though not used: it should not be denormal
-            store(at, zero(T))
-            at += V
-        spots, rects, chunk = field(g, SPOTS), field(g, RECTS), field(g, CHUNK)
-        C, fan, div = field(g, CHANNELS), field(g, FAN), field(g, DIV)
-        filter_t, plane_taps = field(g, FILTER_T), field(g, FILTER_R) * field(g, FILTER_S)
-        step_h, step_w, step_b, slice_ = field(g, STEP_H), field(g, STEP_W), field(g, STEP_B), field(g, SLICE)
-        side_pitch, every_w, wide = field(g, SIDE_PITCH), field(g, EVERY_W), field(g, WIDE)
-        dst_h, dst_w = field(g, DST_H), field(g, DST_W)
-        phases, d_every = field(g, PHASES), field(g, D_EVERY)
-
-        tile = next_tile(block)
-        while tile < field(g, TILES):
-            spot, unit = tile % spots, tile // spots * chunk
-            o = spot // rects
-            rect = g + field(g, RECTS_AT) + (spot % rects) * 32
-            i0, rows, j0, cols = field(rect, 0), field(rect, 1), field(rect, 2), field(rect, 3)
-            depth = g + field(g, D_AT) + o % d_every * 48
-            d0 = o // d_every * field(depth, 0) + field(depth, 1)
-            d_spread, d_taps, d_first, d_step = field(depth, 2), field(depth, 3), field(depth, 4), field(depth, 5)
-            h0, w0 = i0 * step_h + field(g, ORIGIN_H), j0 * step_w + field(g, ORIGIN_W)
-            in_rows = (rows - 1) * step_h + field(g, REACH_H)
-            end, fresh = min(unit + chunk, field(g, UNITS)), True
-            n, k = unit // C, unit % C
-            while unit < end:
-                w = weights + k * fan * filter_t * plane_taps * SIZE
-                first = zero(T)
-                if bias != 0:
-                    first = broadcast(load_scalar(T, bias + k * SIZE))
-                c = k * fan if div == 1 else k // div
-                x_n = src + n * field(g, SRC_N)
-                _copy_panel(T, L, SIZE, g, panel, x_n, c, d0, d_spread, d_taps, h0, in_rows, w0, fresh)
-                fresh = False
-                plane = dst + n * field(g, DST_N) + k * field(g, DST_C) + o * field(g, DST_D) + every_w * j0 * dst_w
-                for p in range(phases):
-                    phase = g + field(g, PHASES_AT) + p * (8 * PHASE_WORDS)
-                    every_h = field(phase, H_EVERY)
-                    to = plane + (field(phase, H_FIRST) + every_h * i0) * dst_h
-                    rows_here = min(rows, field(phase, H_COUNT) - i0)
-                    cols_here = min(cols, field(phase, W_COUNT) - j0)
-                    full, single = g + field(phase, FULL_AT), g + field(phase, SINGLE_AT)
-                    full_end, single_end = full + field(phase, FULL) * 16, single + field(phase, SINGLE) * 16
-                    tap, jump, w_bytes = field(phase, TAP), field(phase, JUMP), field(phase, W_BYTES)
-                    out, out_row = to, every_h * dst_h
-                    if side_pitch:
-                        out, out_row = side + field(phase, W_FIRST) * side_pitch, every_w * side_pitch
-                    vectors = (cols_here + L - 1) // L
-                    if wide:
-                        a_count, b_count, out_a, out_b, narrowing = vectors, rows_here, V, out_row, L
-                    else:
-                        a_count, b_count, out_a, out_b, narrowing = rows_here, vectors, out_row, V, 0
-                    a = b = 0
-                    while a < a_count and b < b_count:
-                        x = panel + b * step_b + a * jump
-                        y = out + b * out_b + a * out_a
-                        left = a_count - a
-                        limit = cols_here - (a if wide else b) * L
-                        if left > SMALL:
-                            sums = fill(BIG, first)
-                            for m in range(fan):
-                                for t in range(d_taps):
-                                    wt = w + (m * filter_t + d_first + t * d_step) * plane_taps * SIZE
-                                    xt = x + (m * d_taps + t) * slice_
-                                    sums = filter_block(
-                                        sums, xt, wt, full, full_end, single, single_end, tap, jump, w_bytes
-                                    )
-                            if left >= BIG and limit >= L + (BIG - 1) * narrowing:
-                                store_block(sums, y, out_a)
-                            else:
-                                store_block_clipped(sums, y, out_a, left, limit, narrowing)
-                        else:
-                            few = fill(SMALL, first)
-                            for m in range(fan):
-                                for t in range(d_taps):
-                                    wt = w + (m * filter_t + d_first + t * d_step) * plane_taps * SIZE
-                                    xt = x + (m * d_taps + t) * slice_
-                                    few = filter_block(
-                                        few, xt, wt, full, full_end, single, single_end, tap, jump, w_bytes
-                                    )
-                            store_block_clipped(few, y, out_a, left, limit, narrowing)
-                        b += 1
-                        if b == b_count:
-                            b = 0
-                            a += BIG if left > SMALL else SMALL
-                    if side_pitch and field(phase, LAST_W):
-                        total = min(every_w * cols, field(g, OUT_W) - every_w * j0)
-                        _scatter_rows(
-                            T, L, SIZE, to, every_h * dst_h, dst_w, side, side_pitch, every_w, rows_here, total
-                        )
-                unit += 1
-                k += 1
-                if k == C:
-                    k = 0
-                    n += 1
-            tile = next_tile(block)
-
-    return depthwise_planes
-
-
-# ---- nhwc: pixels -------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _pixels_kernel(T: type, TAPS: int, STEP: int, PLANAR: bool) -> Kernel:
-    """y = bias + filter over x, L channels at a time, blocks of pixels along W."""
-    L, SIZE = lanes(T), np.dtype(T).itemsize
-    V = L * SIZE
-    LINES = BIG * STEP * V // 64  # of the next row, for each block and vector of channels
-
-    @inline
-    def pack_weights(packed, pitch, weights, taps, first, last):
-        """packed[tap][channel] = weights[channel][tap], for channels first to last - 1."""
-        c = first
-        while c < last:
-            at = min(c, last - L)
+    def pack_weights(packed, pitch, weights, taps, lane, channels):
+        """packed[tap][channel] = weights[channel][tap]"""
+        c, valid = 0, min(L, channels)
+        while c < channels:
+            c = max(0, min(c, channels - L))
             i = 0
             while i < taps:
-                rows = load_taps_clipped(T, L, weights + (at * taps + i) * SIZE, taps * SIZE, taps - i)
-                store_block_clipped(transpose(rows), packed + i * pitch + (at - first) * SIZE, pitch, taps - i, L, 0)
+                square = load_block_clipped(T, L, weights + c * lane + i * SIZE, lane, valid, taps - i)
+                store_block_clipped(transpose(square), packed + i * pitch + c * SIZE, pitch, taps - i, L)
                 i += L
             c += L
 
     @inline
-    def gather_planes(image, planes, pixels):
-        """image[pixel][channel] = planes[channel][pixel]"""
-        if pixels < L:
-            columns = load_taps_clipped(T, L, planes, pixels * SIZE, pixels)
-            store_block_clipped(transpose(columns), image, V, pixels, L, 0)
-        at = 0
-        while at < pixels and pixels >= L:
-            at = min(at, pixels - L)
-            store_block(load_transposed(T, planes + at * SIZE, pixels * SIZE), image + at * V, V)
-            at += L
+    def filter_block(sums, rows, rows_end, x, w, phase, step_w, index, clip):
+        """TAPS columns of the filter at once for each row, then those left over one by one.
 
-    @inline
-    def scatter_planes(planes, image, pixels):
-        """planes[channel][pixel] = image[pixel][channel]"""
-        if pixels < L:
-            store_block_clipped(transpose(load_taps(T, L, image, V)), planes, pixels * SIZE, L, pixels, 0)
-        at = 0
-        while at < pixels and pixels >= L:
-            at = min(at, pixels - L)
-            store_block(load_transposed(T, image + at * V, V), planes + at * SIZE, pixels * SIZE)
-            at += L
-
-    @inline
-    def filter_block(sums, rows, rows_end, x, w, whole, rest, tap, jump, w_bytes):
-        for _ in range(whole):
+        Positions index + spread*i of a row outside of 0 to width - 1 read zeros, where clip = (width, zeros) is given.
+        """
+        tap, jump = field(phase, TAP), field(phase, JUMP)
+        w_bytes, spread = field(phase, W_BYTES), field(phase, W_SPREAD)
+        for _ in range(field(phase, FULL)):
             row = rows
             while row < rows_end:
-                weights = load_taps(T, TAPS, w + load_scalar(np.int64, row + 8), w_bytes)
-                sums = slide(sums, weights, STEP, x + load_scalar(np.int64, row), tap)
-                row += 16
-            x += TAPS * tap
-            w += TAPS * w_bytes
-        for _ in range(rest):
-            row = rows
-            while row < rows_end:
-                weight = load_taps(T, 1, w + load_scalar(np.int64, row + 8), 0)
-                sums = slide(sums, weight, 1, x + load_scalar(np.int64, row), jump)
-                row += 16
-            x += tap
-            w += w_bytes
-        return sums
-
-    @inline
-    def filter_border(sums, rows, rows_end, x, w, whole, rest, tap, jump, w_bytes, index, spread, step_w, width, zeros):
-        for _ in range(whole):
-            row = rows
-            while row < rows_end:
-                weights = load_taps(T, TAPS, w + load_scalar(np.int64, row + 8), w_bytes)
+                weights = load_block(T, TAPS, w + load_scalar(np.int64, row + 8), w_bytes)
                 at = x + load_scalar(np.int64, row)
-                sums = slide_clipped(sums, weights, STEP, at, tap, index, spread, width, zeros)
+                if clip is None:
+                    sums = slide(sums, weights, STEP, at, tap)
+                else:
+                    sums = slide_clipped(sums, weights, STEP, at, tap, index, spread, clip[0], clip[1])
                 row += 16
             x += TAPS * tap
             w += TAPS * w_bytes
             index += TAPS * spread
-        for _ in range(rest):
+        for _ in range(field(phase, SINGLE)):
             row = rows
             while row < rows_end:
-                weight = load_taps(T, 1, w + load_scalar(np.int64, row + 8), 0)
+                weight = load_block(T, 1, w + load_scalar(np.int64, row + 8), 0)
                 at = x + load_scalar(np.int64, row)
-                sums = slide_clipped(sums, weight, 1, at, jump, index, step_w, width, zeros)
+                if clip is None:
+                    sums = slide(sums, weight, 1, at, jump)
+                else:
+                    sums = slide_clipped(sums, weight, 1, at, jump, index, step_w, clip[0], clip[1])
                 row += 16
             x += tap
             w += w_bytes
@@ -1380,367 +838,393 @@ def _pixels_kernel(T: type, TAPS: int, STEP: int, PLANAR: bool) -> Kernel:
         return sums
 
     @inline
-    def filter_pixel(sums, rows, rows_end, x, w, taps, tap, w_bytes):
-        row = rows
-        while row < rows_end:
-            xs, ws = x + load_scalar(np.int64, row), w + load_scalar(np.int64, row + 8)
-            for _ in range(taps):
-                sums = multiply_add(sums, xs, ws)
-                xs += tap
-                ws += w_bytes
-            row += 16
-        return sums
+    def filter_channels(like, rows, rows_end, index, pixel, y, y_step, count, bytes_, bias, phase, step_w, width, zeros,
+                        ahead, ahead_rows, row_bytes):  # fmt: skip
+        """A block of as many pixels as `like` has vectors, `count` of them stored, for all channels of the chunk."""
+        x, c = index * pixel, 0
+        while c < bytes_:
+            c = min(c, bytes_ - V)
+            for r in range(ahead_rows):
+                prefetch(LINES, ahead + r * row_bytes)
+            ahead += 64 * LINES
+            sums = fill_like(like, load(T, bias + c))
+            if width == 0 or not DIRECT:
+                sums = filter_block(sums, rows, rows_end, x + c, c, phase, step_w, index, None)
+            else:
+                sums = filter_block(sums, rows, rows_end, x + c, c, phase, step_w, index, (width, zeros + c))
+            if count < len(like):
+                store_block_clipped(sums, y + c, y_step, count, L)
+            else:
+                store_block(sums, y + c, y_step)
+            c += V
+
+    @inline
+    def filter_pixel(like, rows, rows_end, x, y, w, bytes_, bias, taps, phase):
+        """One pixel of which `taps` columns of the filter lie inside the row, several vectors of channels at once."""
+        tap, w_bytes, c = field(phase, TAP), field(phase, W_BYTES), 0
+        while c < bytes_:
+            c = min(c, bytes_ - len(like) * V)
+            sums = load_like(like, bias + c)
+            row = rows
+            while row < rows_end:
+                xs, ws = x + c + load_scalar(np.int64, row), w + c + load_scalar(np.int64, row + 8)
+                for _ in range(taps):
+                    sums = multiply_add(sums, xs, ws)
+                    xs += tap
+                    ws += w_bytes
+                row += 16
+            store_block(sums, y + c, V)
+            c += len(like) * V
 
     @kernel
-    def depthwise_pixels(block):
+    def depthwise_filter(block):
         g, src, weights = argument(block, 0), argument(block, 1), argument(block, 2)
         dst, bias, scratch = argument(block, 3), argument(block, 4), argument(block, 5)
         packed = scratch + thread_index(block) * field(g, THREAD_BYTES)
-        chunks, spots, strips, units = field(g, CHUNKS), field(g, SPOTS), field(g, STRIPS), field(g, UNITS)
-        pack_pitch = field(g, PACK_PITCH)
+        pitch = field(g, PACK_PITCH)
         zeros = packed + field(g, PACK_BYTES)
-        source = zeros + pack_pitch
-        result = source + field(g, SRC_BYTES)
+        image = zeros + pitch
+        plain = image + field(g, IMAGE_BYTES)
+        result = plain + field(g, PLAIN_BYTES)
         rows = packed + field(g, THREAD_BYTES) - field(g, ROWS_BYTES)
-        at = zeros
-        while at < source:
+        at = packed
+        while at < image:  # also the weights: sums that are not stored should not meet denormals, at 100 cycles each
             store(at, zero(T))
             at += V
+        spots, units, rects, chunks = field(g, SPOTS), field(g, UNITS), field(g, RECTS), field(g, CHUNKS)
         C, D, H, W = field(g, CHANNELS), field(g, DEPTH), field(g, HEIGHT), field(g, WIDTH)
-        filter_r, filter_s = field(g, FILTER_R), field(g, FILTER_S)
+        fan, filter_r, filter_s = field(g, FAN), field(g, FILTER_R), field(g, FILTER_S)
         taps = field(g, FILTER_T) * filter_r * filter_s
-        step_h, step_w, pixel = field(g, STEP_H), field(g, STEP_W), field(g, SRC_W)
-        d_every, phases, stream = field(g, D_EVERY), field(g, PHASES), argument(block, 6)
+        step_h, step_w, every_h, every_w = field(g, STEP_H), field(g, STEP_W), field(g, EVERY_H), field(g, EVERY_W)
+        pixel, dst_h, dst_w = field(g, SRC_W), field(g, DST_H), field(g, DST_W)
+        if not DIRECT:
+            pixel, dst_h, dst_w = V, field(g, RESULT_PITCH), V
 
-        have = -1
+        packed_filter = beside = -1
         tile = next_tile(block)
         while tile < field(g, TILES):
             chunk, n, spot = tile // (units * spots), tile // spots % units, tile % spots
-            o, i0 = spot // strips, spot % strips * field(g, STRIP)
+            o, rect = spot // rects, g + field(g, RECTS_AT) + spot % rects * 32
+            i0, j0 = field(rect, 0), field(rect, 2)
+            i1, j1 = i0 + field(rect, 1), j0 + field(rect, 3)
             c_first = chunk * field(g, CHUNK)
             c_last = C if chunk == chunks - 1 else c_first + field(g, CHUNK)
-            if PLANAR:
-                c_first = min(c_first, C - L)
-                c_last = c_first + L
-            if have != chunk:
-                pack_weights(packed, pack_pitch, weights, taps, c_first, c_last)
-                have = chunk
-            depth = g + field(g, D_AT) + o % d_every * 48
-            d0 = o // d_every * field(depth, 0) + field(depth, 1)
-            d_spread, d_taps, d_first, d_step = field(depth, 2), field(depth, 3), field(depth, 4), field(depth, 5)
-            x_n = src + n * field(g, SRC_N) + c_first * field(g, SRC_C)
-            y_n = dst + n * field(g, DST_N) + o * field(g, DST_D) + c_first * field(g, DST_C)
-            if PLANAR:
-                gather_planes(source, x_n, field(g, SRC_PIXELS))
-                x_n, y_planes, y_n = source, y_n, result
-            bytes_ = (c_last - c_first) * SIZE
-            for i in range(i0, min(i0 + field(g, STRIP), field(g, GRID_H))):
-                for p in range(phases):
-                    phase = g + field(g, PHASES_AT) + p * (8 * PHASE_WORDS)
-                    if i >= field(phase, H_COUNT):
-                        continue
-                    # The rows of the source under this row of the result, each with its first weight.
-                    rows_end = rows
+            if not DIRECT:
+                c_first = max(0, min(c_first, C - L))
+                c_last = min(C, c_first + L)
+            depth = g + field(g, D_AT) + o % field(g, EVERY_D) * (8 * DEPTH_WORDS)
+            d0, d_taps = o // field(g, EVERY_D) * field(depth, D_STEP) + field(depth, D_ORIGIN), field(depth, D_TAPS)
+            y_tile = dst + n * field(g, DST_N) + o * field(g, DST_D) + c_first * field(g, DST_C)
+            for m in range(fan):
+                bytes_ = (c_last - c_first) * SIZE if DIRECT else V
+                if packed_filter != chunk * fan + m:
+                    first_filter = weights + (c_first * fan + m) * taps * SIZE
+                    pack_weights(packed, pitch, first_filter, taps, fan * taps * SIZE, c_last - c_first)
+                    packed_filter = chunk * fan + m
+                first_bias = zeros
+                if bias != 0 and m == 0:
+                    first_bias = bias + c_first * SIZE
+                    if not DIRECT:
+                        first_bias = zeros + V
+                        store(first_bias, load_clipped(T, bias + c_first * SIZE, 0, c_last - c_first))
+                x_n = src + n * field(g, SRC_N) + c_first * field(g, SRC_C)
+                y_n = y_tile
+                top, left = i0 * step_h + field(g, ORIGIN_H), j0 * step_w + field(g, ORIGIN_W)
+                if not DIRECT:
+                    h0, w0 = min(H, max(0, top)), min(W, max(0, left))
+                    h1 = max(h0, min(H, top + (i1 - i0 - 1) * step_h + field(g, REACH_H)))
+                    w1 = max(w0, min(W, left + (j1 - j0 - 1) * step_w + field(g, REACH_W)))
+                    row_pitch = field(g, IMAGE_PITCH)
+                    if beside != j0:
+                        all_rows = field(g, IMAGE_BYTES) // row_pitch
+                        _zero_beside(T, V, image, row_pitch, all_rows, w0 - left, w1 - w0, row_pitch // V)
+                        beside = j0
                     for t in range(d_taps):
-                        d = d0 + t * d_spread
+                        d = d0 + t * field(depth, D_SPREAD)
                         if d >= 0 and d < D:
-                            for r in range(field(phase, H_TAPS)):
-                                h = i * step_h + field(phase, H_ORIGIN) + r * field(phase, H_SPREAD)
-                                if h >= 0 and h < H:
-                                    at = (d_first + t * d_step) * filter_r + field(phase, H_W_FIRST)
-                                    at = (at + r * field(phase, H_W_STEP)) * filter_s + field(phase, W_W_FIRST)
-                                    store_scalar(rows_end, x_n + d * field(g, SRC_D) + h * field(g, SRC_H))
-                                    store_scalar(rows_end + 8, packed + at * pack_pitch)
-                                    rows_end += 16
-                    # While this row is filtered, what the next one needs besides comes into the second-level cache, in
-                    # the order of memory: the transposed order of the blocks keeps the hardware from guessing it.
-                    next_row = 0
-                    if chunks == 1 and not PLANAR and rows_end > rows:
-                        next_row = load_scalar(np.int64, rows_end - 16) + field(g, SRC_H)
-                    y_row = y_n + (field(phase, H_FIRST) + field(phase, H_EVERY) * i) * field(g, DST_H)
-                    y_row += field(phase, W_FIRST) * field(g, DST_W)
-                    y_step = field(phase, W_EVERY) * field(g, DST_W)
-                    tap, jump, w_bytes = field(phase, TAP), field(phase, JUMP), field(phase, W_BYTES)
-                    whole, rest, origin = field(phase, FULL), field(phase, SINGLE), field(phase, W_ORIGIN)
-                    count, inner, inner_end = field(phase, W_COUNT), field(phase, INNER_LO), field(phase, INNER_HI)
-                    j = 0
-                    if count >= SMALL and (TAPS >= BORDER_TAPS or (TAPS > 1 and (PLANAR or count <= BIG))):
-                        # Many taps: blocks at the border are blocks as well, with zeros for what lies outside.
-                        while j < count:
-                            if count >= BIG:
-                                j = min(j, count - BIG)
-                            y = y_row + j * y_step
-                            at = j * step_w + origin
-                            x, is_inner = at * pixel, j >= inner and j + BIG <= inner_end
-                            c = 0
-                            while c < bytes_:
-                                c = min(c, bytes_ - V)
-                                first = zero(T)
-                                if bias != 0:
-                                    first = load(T, bias + c_first * SIZE + c)
-                                sums = fill(BIG, first)
-                                if is_inner:
-                                    sums = filter_block(sums, rows, rows_end, x + c, c, whole, rest, tap, jump, w_bytes)
+                            x = src + n * field(g, SRC_N) + (c_first // field(g, DIV) * fan + m) * field(g, SRC_C)
+                            x += d * field(g, SRC_D) + h0 * field(g, SRC_H) + w0 * field(g, SRC_W)
+                            to = image + t * field(g, IMAGE_SLICE) + (h0 - top) * row_pitch + (w0 - left) * V
+                            _gather(
+                                T, L, SIZE, to, row_pitch, plain, x, field(g, SRC_H), field(g, SRC_W),
+                                fan * field(g, SRC_C), c_first, field(g, DIV), c_last - c_first, h1 - h0, w1 - w0,
+                            )  # fmt: skip
+                    y_n = result + (m > 0) * field(g, RESULT_BYTES) - every_h * i0 * dst_h - every_w * j0 * dst_w
+                for i in range(i0, i1):
+                    for p in range(field(g, PHASES)):
+                        phase = g + field(g, PHASES_AT) + p * (8 * PHASE_WORDS)
+                        if i >= field(phase, H_COUNT):
+                            continue
+                        rows_end = rows
+                        for t in range(d_taps):
+                            d = d0 + t * field(depth, D_SPREAD)
+                            if d >= 0 and d < D:
+                                for r in range(field(phase, H_TAPS)):
+                                    h = i * step_h + field(phase, H_ORIGIN) + r * field(phase, H_SPREAD)
+                                    if h >= 0 and h < H:
+                                        at = field(depth, D_W_FIRST) + t * field(depth, D_W_STEP)
+                                        at = at * filter_r + field(phase, H_W_FIRST) + r * field(phase, H_W_STEP)
+                                        at = at * filter_s + field(phase, W_W_FIRST)
+                                        row = x_n + d * field(g, SRC_D) + h * field(g, SRC_H)
+                                        if not DIRECT:
+                                            row = image + t * field(g, IMAGE_SLICE) - left * V
+                                            row += (h - top) * field(g, IMAGE_PITCH)
+                                        store_scalar(rows_end, row)
+                                        store_scalar(rows_end + 8, packed + at * pitch)
+                                        rows_end += 16
+                        # While a row is filtered, what the next one needs besides comes into the second-level cache, in
+                        # the order of memory. The order of the blocks would keep the hardware from guessing it (3x3 at
+                        # 56x56 from memory: 2400 us against 3000).
+                        ahead = ahead_rows = 0
+                        if DIRECT and chunks == 1 and rows_end > rows:
+                            ahead, ahead_rows = load_scalar(np.int64, rows_end - 16) + field(g, SRC_H), step_h
+                        y_row = y_n + (field(phase, H_FIRST) + every_h * i) * dst_h + field(phase, W_FIRST) * dst_w
+                        y_step, spread, origin = every_w * dst_w, field(phase, W_SPREAD), field(phase, W_ORIGIN)
+                        inner, inner_end = field(phase, INNER), field(phase, INNER_END)
+                        end = min(j1, field(phase, W_COUNT))
+                        # Blocks from j_lo to j_hi, the last one over its neighbour; single pixels beside them.
+                        j_lo, j_hi, least = inner, inner_end, BIG
+                        if not DIRECT:
+                            j_lo, j_hi, least = j0, end, 0
+                        elif end >= SMALL and (TAPS >= BORDER_TAPS or (TAPS > 1 and end <= BIG)):
+                            j_lo, j_hi, least = 0, end, 0
+                        elif inner_end - inner < SMALL:
+                            j_lo = j_hi = end
+                        j = j0
+                        while j < end:
+                            if j < j_lo or j >= j_hi:
+                                at = j * step_w + origin
+                                s0 = 0 if at >= 0 else (spread - 1 - at) // spread
+                                s1 = min(field(phase, W_TAPS), (W - 1 - at) // spread + 1)
+                                x, w = (at + s0 * spread) * pixel, s0 * field(phase, W_BYTES)
+                                y = y_row + j * y_step
+                                if bytes_ >= 8 * V:
+                                    many = fill(8, zero(T))
+                                    filter_pixel(many, rows, rows_end, x, y, w, bytes_, first_bias, s1 - s0, phase)
                                 else:
-                                    sums = filter_border(
-                                        sums, rows, rows_end, x + c, c, whole, rest, tap, jump, w_bytes,
-                                        at, field(phase, W_SPREAD), step_w, W, zeros + c,
-                                    )  # fmt: skip
-                                if count < BIG:
-                                    store_block_clipped(sums, y + c, y_step, count, L, 0)
-                                elif stream:
-                                    store_stream(sums, y + c, y_step)
-                                else:
-                                    store_block(sums, y + c, y_step)
-                                c += V
-                            j += BIG
-                    if inner_end - inner < SMALL:
-                        inner = inner_end = count
-                    while j < count:
-                        y = y_row + j * y_step
-                        at = j * step_w + origin
-                        left = inner_end - j
-                        if j < inner or left <= 0:
-                            # A pixel whose window leaves the row: the taps inside, up to 8 vectors of channels at once.
-                            spread = field(phase, W_SPREAD)
-                            s0 = 0 if at >= 0 else (spread - 1 - at) // spread
-                            s1 = min(field(phase, W_TAPS), (W - 1 - at) // spread + 1)
-                            x, w = (at + s0 * spread) * pixel, s0 * w_bytes
-                            c = 0
-                            if bytes_ >= 8 * V:
-                                while c < bytes_:
-                                    c = min(c, bytes_ - 8 * V)
-                                    sums8 = fill(8, zero(T))
-                                    if bias != 0:
-                                        sums8 = load_taps(T, 8, bias + c_first * SIZE + c, V)
-                                    sums8 = filter_pixel(sums8, rows, rows_end, x + c, w + c, s1 - s0, tap, w_bytes)
-                                    store_block(sums8, y + c, V)
-                                    c += 8 * V
+                                    one = fill(1, zero(T))
+                                    filter_pixel(one, rows, rows_end, x, y, w, bytes_, first_bias, s1 - s0, phase)
+                                j += 1
+                            elif j_hi - j > SMALL and j_hi - j_lo >= least:
+                                j = max(j_lo, min(j, j_hi - BIG))
+                                at = j * step_w + origin
+                                width = 0 if j >= inner and j + BIG <= inner_end else W
+                                filter_channels(
+                                    fill(BIG, zero(T)), rows, rows_end, at, pixel, y_row + j * y_step, y_step, j_hi - j,
+                                    bytes_, first_bias, phase, step_w, width, zeros,
+                                    ahead + at * pixel, ahead_rows, field(g, SRC_H),
+                                )  # fmt: skip
+                                j += BIG
                             else:
-                                while c < bytes_:
-                                    c = min(c, bytes_ - V)
-                                    sums1 = fill(1, zero(T))
-                                    if bias != 0:
-                                        sums1 = load_taps(T, 1, bias + c_first * SIZE + c, V)
-                                    sums1 = filter_pixel(sums1, rows, rows_end, x + c, w + c, s1 - s0, tap, w_bytes)
-                                    store_block(sums1, y + c, V)
-                                    c += V
-                            j += 1
-                        elif left > SMALL and inner_end - inner >= BIG:
-                            back = max(0, BIG - left)
-                            y -= back * y_step
-                            x = (at - back * step_w) * pixel
-                            c = 0
-                            ahead = next_row + x
-                            while c < bytes_:
-                                c = min(c, bytes_ - V)
-                                if next_row:
-                                    for r in range(step_h):
-                                        prefetch(LINES, ahead + r * field(g, SRC_H))
-                                    ahead += 64 * LINES
-                                first = zero(T)
-                                if bias != 0:
-                                    first = load(T, bias + c_first * SIZE + c)
-                                sums = fill(BIG, first)
-                                sums = filter_block(sums, rows, rows_end, x + c, c, whole, rest, tap, jump, w_bytes)
-                                if stream:
-                                    store_stream(sums, y + c, y_step)
-                                else:
-                                    store_block(sums, y + c, y_step)
-                                c += V
-                            j += BIG - back
-                        else:
-                            back = max(0, SMALL - left)
-                            y -= back * y_step
-                            x = (at - back * step_w) * pixel
-                            c = 0
-                            while c < bytes_:
-                                c = min(c, bytes_ - V)
-                                first = zero(T)
-                                if bias != 0:
-                                    first = load(T, bias + c_first * SIZE + c)
-                                few = fill(SMALL, first)
-                                few = filter_block(few, rows, rows_end, x + c, c, whole, rest, tap, jump, w_bytes)
-                                store_block(few, y + c, y_step)
-                                c += V
-                            j += SMALL - back
-            if PLANAR:
-                scatter_planes(y_planes, result, field(g, DST_PIXELS))
+                                j = max(j_lo, min(j, j_hi - SMALL))
+                                at = j * step_w + origin
+                                width = 0 if j >= inner and j + SMALL <= inner_end else W
+                                filter_channels(
+                                    fill(SMALL, zero(T)), rows, rows_end, at, pixel, y_row + j * y_step, y_step,
+                                    j_hi - j, bytes_, first_bias, phase, step_w, width, zeros, 0, 0, 0,
+                                )  # fmt: skip
+                                j += SMALL
+                if not DIRECT and m > 0:
+                    at, more = result, result + field(g, RESULT_BYTES)
+                    while at < result + field(g, RESULT_BYTES):
+                        store(at, load(T, at) + load(T, more))
+                        at += V
+                        more += V
+            if not DIRECT:
+                rows_out = min(field(g, OUT_H) - every_h * i0, every_h * (i1 - i0))
+                cols_out = min(field(g, OUT_W) - every_w * j0, every_w * (j1 - j0))
+                to = y_tile + every_h * i0 * field(g, DST_H) + every_w * j0 * field(g, DST_W)
+                _scatter(
+                    T, L, SIZE, to, field(g, DST_H), field(g, DST_W), field(g, DST_C), result, field(g, RESULT_PITCH),
+                    c_last - c_first, rows_out, cols_out,
+                )  # fmt: skip
             tile = next_tile(block)
 
-    return depthwise_pixels
+    return depthwise_filter
 
 
-# ---- wgrad --------------------------------------------------------------------------------------------------------
+# ---- wgrad ----------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _pixels_wgrad_kernel(T: type, TAPS: int, STEP: int, PLANAR: bool) -> Kernel:
-    """Partial sums of dw over some rows of dy and some channels."""
+def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
+    """A task adds up one part of all rectangles of dy for a chunk of channels, in f64.
+
+    Sums in f32 lie in memory, [tap][channel]; a block of dy is in registers while the taps of a filter row are taken
+    up, fed and put back. The last vector of channels overlaps its neighbour in x and dy, but not in the sums.
+    """
     L, SIZE = lanes(T), np.dtype(T).itemsize
     V = L * SIZE
     LINES = BIG * STEP * V // 64
 
     @inline
-    def add_block(N_dy, rows, rows_end, x, acc, whole, rest, tap, jump, acc_pitch):
-        """acc[tap] += x * dy for a block of pixels whose dy is N_dy."""
-        for _ in range(whole):
+    def add_block(dy, rows, rows_end, x, sums_at, phase, pitch):
+        tap, jump = field(phase, TAP), field(phase, JUMP)
+        for _ in range(field(phase, FULL)):
             row = rows
             while row < rows_end:
-                at = acc + load_scalar(np.int64, row + 8)
-                sums = load_taps(T, TAPS, at, acc_pitch)
-                sums = slide_grad(sums, N_dy, STEP, x + load_scalar(np.int64, row), tap)
-                store_block(sums, at, acc_pitch)
+                at = sums_at + load_scalar(np.int64, row + 8)
+                sums = slide_grad(load_block(T, TAPS, at, pitch), dy, STEP, x + load_scalar(np.int64, row), tap)
+                store_block(sums, at, pitch)
                 row += 16
             x += TAPS * tap
-            acc += TAPS * acc_pitch
-        for _ in range(rest):
+            sums_at += TAPS * pitch
+        for _ in range(field(phase, SINGLE)):
             row = rows
             while row < rows_end:
-                at = acc + load_scalar(np.int64, row + 8)
-                sums1 = slide_grad(load_taps(T, 1, at, 0), N_dy, 1, x + load_scalar(np.int64, row), jump)
-                store_block(sums1, at, 0)
+                at = sums_at + load_scalar(np.int64, row + 8)
+                store_block(slide_grad(load_block(T, 1, at, 0), dy, 1, x + load_scalar(np.int64, row), jump), at, 0)
                 row += 16
             x += tap
-            acc += acc_pitch
+            sums_at += pitch
 
     @inline
-    def add_pixel(dy, rows, rows_end, x, acc, taps, tap, acc_pitch):
+    def add_pixel(dy, rows, rows_end, x, sums_at, taps, tap, pitch):
         row = rows
         while row < rows_end:
-            xs, at = x + load_scalar(np.int64, row), acc + load_scalar(np.int64, row + 8)
+            xs, at = x + load_scalar(np.int64, row), sums_at + load_scalar(np.int64, row + 8)
             for _ in range(taps):
-                update(at, xs, dy)
+                multiply_add_to(at, xs, dy)
                 xs += tap
-                at += acc_pitch
+                at += pitch
             row += 16
 
-    @inline
-    def gather_planes(image, planes, pitch, pixels):
-        """image[pixel][channel] = planes[channel][pixel]"""
-        if pixels < L:
-            columns = load_taps_clipped(T, L, planes, pitch, pixels)
-            store_block_clipped(transpose(columns), image, V, pixels, L, 0)
-        at = 0
-        while at < pixels and pixels >= L:
-            at = min(at, pixels - L)
-            store_block(load_transposed(T, planes + at * SIZE, pitch), image + at * V, V)
-            at += L
-
     @kernel
-    def depthwise_pixels_wgrad(block):
-        g, src, dst, scratch = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
-        acc = scratch + field(g, PARTIALS_BYTES) + thread_index(block) * field(g, THREAD_BYTES)
-        acc_pitch, acc_end = field(g, PACK_PITCH), acc + field(g, PACK_BYTES)
-        source = acc_end
-        result = source + field(g, SRC_BYTES)
-        rows = acc + field(g, THREAD_BYTES) - field(g, ROWS_BYTES)
-        parts, chunks, strip, strips = field(g, PARTS), field(g, CHUNKS), field(g, STRIP), field(g, STRIPS)
+    def depthwise_wgrad(block):
+        g, src, dst, partials = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
+        sums = partials + field(g, PARTIALS_BYTES) + thread_index(block) * field(g, THREAD_BYTES)
+        image = sums + field(g, PACK_BYTES)
+        plain = image + field(g, IMAGE_BYTES)
+        result = plain + field(g, PLAIN_BYTES)
+        rows = sums + field(g, THREAD_BYTES) - field(g, ROWS_BYTES)
+        at = sums
+        while at < image:
+            store(at, zero(T))
+            at += V
+        pitch, parts, chunks, rects = field(g, PACK_PITCH), field(g, PARTS), field(g, CHUNKS), field(g, RECTS)
         C, D, H, W, O = field(g, CHANNELS), field(g, DEPTH), field(g, HEIGHT), field(g, WIDTH), field(g, SPOTS)
         filter_r, filter_s = field(g, FILTER_R), field(g, FILTER_S)
         taps = field(g, FILTER_T) * filter_r * filter_s
-        pixel, y_step = field(g, SRC_W), field(g, DST_W)
+        pixel, y_bytes, y_step = field(g, SRC_W), field(g, DST_H), field(g, DST_W)
+        if not DIRECT:
+            pixel, y_bytes, y_step = V, field(g, RESULT_PITCH), V
         depth, phase = g + field(g, D_AT), g + field(g, PHASES_AT)
-        step_h, origin_h, spread_h = field(g, STEP_H), field(phase, H_ORIGIN), field(phase, H_SPREAD)
-        step_w, origin, spread = field(g, STEP_W), field(phase, W_ORIGIN), field(phase, W_SPREAD)
-        tap, jump, whole, rest = field(phase, TAP), field(phase, JUMP), field(phase, FULL), field(phase, SINGLE)
-        count, inner, inner_end = field(phase, W_COUNT), field(phase, INNER_LO), field(phase, INNER_HI)
+        step_h, step_w, origin, spread = field(g, STEP_H), field(g, STEP_W), field(g, ORIGIN_W), field(phase, W_SPREAD)
+        inner, inner_end = field(phase, INNER), field(phase, INNER_END)
         wide_pitch = field(g, PARTIAL_BYTES) // taps
 
+        beside = -1
         tile = next_tile(block)
         while tile < field(g, TILES):
-            part, chunk = tile % parts, tile // parts
-            slot = chunk * field(g, CHUNK)
-            c_first, c_last = slot, (C if chunk == chunks - 1 else slot + field(g, CHUNK))
-            if PLANAR:
-                c_first = min(slot, C - L)
-                c_last = c_first + L
-            bytes_ = (c_last - c_first) * SIZE
-            wide = scratch + part * field(g, PARTIAL_BYTES) + slot * 8
-            at = acc
-            while at < acc_end:
-                store(at, zero(T))
-                at += V
-            item = part * field(g, ITEMS) // parts
-            last = (part + 1) * field(g, ITEMS) // parts
+            part, slot = tile % parts, tile // parts * field(g, CHUNK)
+            c_first, c_last = slot, (C if tile // parts == chunks - 1 else slot + field(g, CHUNK))
+            if not DIRECT:
+                c_first = max(0, min(slot, C - L))
+                c_last = min(C, c_first + L)
+            bytes_ = (c_last - c_first) * SIZE if DIRECT else V
+            wide = partials + part * field(g, PARTIAL_BYTES) + slot * 8
+            item, last = part * field(g, ITEMS) // parts, (part + 1) * field(g, ITEMS) // parts
             fresh = True
             while item < last:
-                p0, o, n = item % strips * strip, item // strips % O, item // (strips * O)
-                p1 = min(p0 + strip, field(g, GRID_H))
-                x_n = src + n * field(g, SRC_N) + c_first * field(g, SRC_C)
-                y_n = dst + n * field(g, DST_N) + o * field(g, DST_D) + c_first * field(g, DST_C)
-                if PLANAR:
-                    top = min(H, max(0, p0 * step_h + origin_h))
-                    bottom = max(top, min(H, (p1 - 1) * step_h + origin_h + (field(phase, H_TAPS) - 1) * spread_h + 1))
-                    gather_planes(source, x_n + top * W * SIZE, H * W * SIZE, (bottom - top) * W)
-                    gather_planes(result, y_n + p0 * count * SIZE, field(g, GRID_H) * count * SIZE, (p1 - p0) * count)
-                    x_n, y_n = source - top * field(g, SRC_H), result - p0 * field(g, DST_H)
-                for p in range(p0, p1):
+                rect = g + field(g, RECTS_AT) + item % rects * 32
+                i0, j0 = field(rect, 0), field(rect, 2)
+                i1, j1 = i0 + field(rect, 1), j0 + field(rect, 3)
+                o, n = item // rects % O, item // (rects * O)
+                d0 = o * field(depth, D_STEP) + field(depth, D_ORIGIN)
+                x_n = src + n * field(g, SRC_N) + c_first // field(g, DIV) * field(g, SRC_C)
+                y_n = dst + n * field(g, DST_N) + c_first * field(g, DST_C) + o * field(g, DST_D)
+                top, left = i0 * step_h + field(g, ORIGIN_H), j0 * step_w + origin
+                if not DIRECT:
+                    h0, w0 = min(H, max(0, top)), min(W, max(0, left))
+                    h1 = max(h0, min(H, top + (i1 - i0 - 1) * step_h + field(g, REACH_H)))
+                    w1 = max(w0, min(W, left + (j1 - j0 - 1) * step_w + field(g, REACH_W)))
+                    row_pitch = field(g, IMAGE_PITCH)
+                    if beside != j0:
+                        all_rows = field(g, IMAGE_BYTES) // row_pitch
+                        _zero_beside(T, V, image, row_pitch, all_rows, w0 - left, w1 - w0, row_pitch // V)
+                        beside = j0
+                    for t in range(field(depth, D_TAPS)):
+                        d = d0 + t * field(depth, D_SPREAD)
+                        if d >= 0 and d < D:
+                            x = x_n + d * field(g, SRC_D) + h0 * field(g, SRC_H) + w0 * field(g, SRC_W)
+                            to = image + t * field(g, IMAGE_SLICE) + (h0 - top) * row_pitch + (w0 - left) * V
+                            _gather(
+                                T, L, SIZE, to, row_pitch, plain, x, field(g, SRC_H), field(g, SRC_W), field(g, SRC_C),
+                                c_first, field(g, DIV), c_last - c_first, h1 - h0, w1 - w0,
+                            )  # fmt: skip
+                    y = y_n + i0 * field(g, DST_H) + j0 * field(g, DST_W)
+                    _gather(
+                        T, L, SIZE, result, y_bytes, plain, y, field(g, DST_H), field(g, DST_W), field(g, DST_C),
+                        c_first, 1, c_last - c_first, i1 - i0, j1 - j0,
+                    )  # fmt: skip
+                    y_n = result - i0 * y_bytes - j0 * V
+                for i in range(i0, i1):
                     rows_end = rows
-                    for t in range(field(depth, 3)):
-                        d = o * field(depth, 0) + field(depth, 1) + t * field(depth, 2)
+                    for t in range(field(depth, D_TAPS)):
+                        d = d0 + t * field(depth, D_SPREAD)
                         if d >= 0 and d < D:
                             for r in range(filter_r):
-                                h = p * step_h + origin_h + r * spread_h
+                                h = i * step_h + field(g, ORIGIN_H) + r * field(phase, H_SPREAD)
                                 if h >= 0 and h < H:
-                                    store_scalar(rows_end, x_n + d * field(g, SRC_D) + h * field(g, SRC_H))
-                                    store_scalar(rows_end + 8, acc + (t * filter_r + r) * filter_s * acc_pitch)
+                                    row = x_n + d * field(g, SRC_D) + h * field(g, SRC_H)
+                                    if not DIRECT:
+                                        row = image + t * field(g, IMAGE_SLICE) - left * V
+                                        row += (h - top) * field(g, IMAGE_PITCH)
+                                    store_scalar(rows_end, row)
+                                    store_scalar(rows_end + 8, sums + (t * filter_r + r) * filter_s * pitch)
                                     rows_end += 16
-                    y_row = y_n + p * field(g, DST_H)
-                    next_row = 0
-                    if chunks == 1 and not PLANAR and rows_end > rows:
-                        next_row = load_scalar(np.int64, rows_end - 16) + field(g, SRC_H)
-                    j = 0
-                    while j < count:
-                        y, at = y_row + j * y_step, j * step_w + origin
-                        left = inner_end - j
-                        x = at * pixel
+                    ahead = ahead_rows = 0
+                    if DIRECT and chunks == 1 and rows_end > rows:
+                        ahead, ahead_rows = load_scalar(np.int64, rows_end - 16) + field(g, SRC_H), step_h
+                    j = j0
+                    while j < j1:
+                        y, at = y_n + i * y_bytes + j * y_step, j * step_w + origin
+                        x, inside = at * pixel, 0 if j < inner else min(j1, inner_end) - j
                         c = s = 0
-                        if j >= inner and left >= BIG:
-                            ahead, y_ahead = next_row + x, y + field(g, DST_H)
+                        if inside >= BIG:
+                            x_ahead, y_ahead = ahead + x, y + y_bytes
                             while c < bytes_:
                                 c = min(c, bytes_ - V)
-                                if next_row:
-                                    for r in range(step_h):
-                                        prefetch(LINES, ahead + r * field(g, SRC_H))
+                                for r in range(ahead_rows):
+                                    prefetch(LINES, x_ahead + r * field(g, SRC_H))
                                     prefetch(BIG, y_ahead)
-                                    ahead += 64 * LINES
-                                    y_ahead += 64 * BIG
-                                dy8 = load_taps(T, BIG, y + c, y_step)
-                                add_block(dy8, rows, rows_end, x + c, s, whole, rest, tap, jump, acc_pitch)
+                                x_ahead += 64 * LINES
+                                y_ahead += 64 * BIG
+                                dy = load_block(T, BIG, y + c, y_step)
+                                add_block(dy, rows, rows_end, x + c, s, phase, pitch)
                                 c += V
                                 s += V
                             j += BIG
-                        elif j >= inner and left >= SMALL:
+                        elif inside >= SMALL:
                             while c < bytes_:
                                 c = min(c, bytes_ - V)
-                                dy4 = load_taps(T, SMALL, y + c, y_step)
-                                add_block(dy4, rows, rows_end, x + c, s, whole, rest, tap, jump, acc_pitch)
+                                dy_few = load_block(T, SMALL, y + c, y_step)
+                                add_block(dy_few, rows, rows_end, x + c, s, phase, pitch)
                                 c += V
                                 s += V
                             j += SMALL
                         else:
                             s0 = 0 if at >= 0 else (spread - 1 - at) // spread
                             s1 = min(filter_s, (W - 1 - at) // spread + 1)
-                            x, a = (at + s0 * spread) * pixel, s0 * acc_pitch
+                            x += s0 * spread * pixel
+                            s = s0 * pitch
                             while c + 4 * V <= bytes_:
-                                dys = load_taps(T, 4, y + c, V)
-                                add_pixel(dys, rows, rows_end, x + c, a + s, s1 - s0, tap, acc_pitch)
+                                dy4 = load_block(T, 4, y + c, V)
+                                add_pixel(dy4, rows, rows_end, x + c, s, s1 - s0, field(phase, TAP), pitch)
                                 c += 4 * V
                                 s += 4 * V
                             while c < bytes_:
                                 c = min(c, bytes_ - V)
-                                dy1 = load_taps(T, 1, y + c, V)
-                                add_pixel(dy1, rows, rows_end, x + c, a + s, s1 - s0, tap, acc_pitch)
+                                dy1 = load_block(T, 1, y + c, V)
+                                add_pixel(dy1, rows, rows_end, x + c, s, s1 - s0, field(phase, TAP), pitch)
                                 c += V
                                 s += V
                             j += 1
-                # What f32 has added up over one strip goes on in f64.
                 for i in range(taps):
-                    at, to = acc + i * acc_pitch, wide + i * wide_pitch
+                    at, to = sums + i * pitch, wide + i * wide_pitch
                     c = 0
                     while c < bytes_:
-                        add_wide(to, load(T, at), fresh)
+                        add_wide(to, load_block(T, 1, at, 0), fresh)
                         store(at, zero(T))
                         c += V
                         at += V
@@ -1749,118 +1233,31 @@ def _pixels_wgrad_kernel(T: type, TAPS: int, STEP: int, PLANAR: bool) -> Kernel:
                 item += 1
             tile = next_tile(block)
 
-    return depthwise_pixels_wgrad
+    return depthwise_wgrad
 
 
 @functools.cache
-def _pixels_finish_kernel(T: type) -> Kernel:
-    """dw[channel][tap] = the sum over the parts of [tap][channel]."""
+def _finish_kernel(T: type) -> Kernel:
+    """dw[channel][tap] = the sum over the parts of their [tap][channel], in the order of the parts."""
     L, SIZE = lanes(T), np.dtype(T).itemsize
 
     @kernel
-    def depthwise_pixels_finish(block):
+    def depthwise_finish(block):
         g, dw, partials = argument(block, 0), argument(block, 1), argument(block, 2)
         C, parts, partial = field(g, CHANNELS), field(g, PARTS), field(g, PARTIAL_BYTES)
         taps = field(g, FILTER_T) * field(g, FILTER_R) * field(g, FILTER_S)
         pitch = partial // taps
         group = next_tile(block)
         while group * L < C:
-            c, i = min(group * L, C - L), 0
+            c, i = max(0, min(group * L, C - L)), 0
             while i < taps:
                 at = partials + group * L * 8 + i * pitch
                 for tap in range(min(L, taps - i)):
                     for part in range(1, parts):
                         merge_wide(L, at + tap * pitch, at + tap * pitch + part * partial)
-                rows = transpose(load_narrow(T, L, at, pitch, taps - i))
-                store_block_clipped(rows, dw + (c * taps + i) * SIZE, taps * SIZE, L, taps - i, 0)
+                square = transpose(load_narrow(T, L, at, pitch, taps - i))
+                store_block_clipped(square, dw + (c * taps + i) * SIZE, taps * SIZE, min(L, C), taps - i)
                 i += L
             group = next_tile(block)
 
-    return depthwise_pixels_finish
-
-
-@functools.cache
-def _planes_wgrad_kernel(T: type) -> Kernel:
-    """Partial sums of dw over some planes' pieces of one channel, vectors along W."""
-    L, SIZE = lanes(T), np.dtype(T).itemsize
-    V = L * SIZE
-
-    @kernel
-    def depthwise_planes_wgrad(block):
-        g, src, dst, scratch = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
-        partials = field(g, PARTIALS_BYTES)
-        panel = scratch + (partials + 63) // 64 * 64 + thread_index(block) * field(g, THREAD_BYTES)
-        side = panel + field(g, PANEL_BYTES)
-        acc = panel + field(g, THREAD_BYTES) - field(g, ACC_BYTES)
-        rects, depth, parts = field(g, RECTS), g + field(g, D_AT), field(g, PARTS)
-        step_h, step_w, pitch = field(g, STEP_H), field(g, STEP_W), field(g, PITCH)
-        groups, side_pitch, dst_h, dst_w = field(g, TAP_GROUPS), field(g, SIDE_PITCH), field(g, DST_H), field(g, DST_W)
-        taps = field(g, FILTER_T) * field(g, FILTER_R) * field(g, FILTER_S)
-
-        tile = next_tile(block)
-        while tile < field(g, TILES):
-            part, k = tile % parts, tile // parts
-            item, last = part * field(g, ITEMS) // parts, (part + 1) * field(g, ITEMS) // parts
-            fresh = True
-            while item < last:
-                rect = g + field(g, RECTS_AT) + item % rects * 32
-                i0, rows, j0, cols = field(rect, 0), field(rect, 1), field(rect, 2), field(rect, 3)
-                o, n = item // rects % field(g, SPOTS), item // (rects * field(g, SPOTS))
-                d0 = o * field(depth, 0) + field(depth, 1)
-                _copy_panel(
-                    T, L, SIZE, g, panel, src + n * field(g, SRC_N), k // field(g, DIV), d0, field(depth, 2),
-                    field(depth, 3), i0 * step_h + field(g, ORIGIN_H), (rows - 1) * step_h + field(g, REACH_H),
-                    j0 * step_w + field(g, ORIGIN_W), True,
-                )  # fmt: skip
-                y = dst + n * field(g, DST_N) + k * field(g, DST_C) + o * field(g, DST_D) + i0 * dst_h + j0 * dst_w
-                y_row = dst_h
-                if side_pitch:
-                    for i in range(rows):
-                        for j in range(cols):
-                            value = load_scalar(T, y + i * dst_h + j * dst_w)
-                            store_scalar(side + i * side_pitch + j * SIZE, value)
-                    y, y_row = side, side_pitch
-                for group in range(groups):
-                    places = g + field(g, TAPS_AT) + group * (8 * GROUP)
-                    sums = fill(GROUP, zero(T))
-                    for i in range(rows):
-                        x, dy, left = panel + i * step_h * pitch, y + i * y_row, cols
-                        while left > 0:
-                            limit = min(left, L)
-                            sums = gather_add(sums, x, places, load_clipped(T, dy, 0, limit), limit)
-                            x += V
-                            dy += V
-                            left -= L
-                    add_block_wide(acc + group * (8 * L * GROUP), sums, fresh)
-                fresh = False
-                item += 1
-            to = scratch + part * field(g, PARTIAL_BYTES) + k * taps * 8
-            for i in range(taps):
-                total = zero(np.float64)
-                for v in range(0, 8 * L, LANE_BYTES):
-                    total = total + load(np.float64, acc + i * (8 * L) + v)
-                store_scalar(to + 8 * i, horizontal_sum(total))
-            tile = next_tile(block)
-
-    return depthwise_planes_wgrad
-
-
-@functools.cache
-def _planes_finish_kernel(T: type) -> Kernel:
-    """dw = the sum over the parts."""
-    SIZE = np.dtype(T).itemsize
-
-    @kernel
-    def depthwise_planes_finish(block):
-        g, dw, partials = argument(block, 0), argument(block, 1), argument(block, 2)
-        parts, partial = field(g, PARTS), field(g, PARTIAL_BYTES)
-        tile = next_tile(block)
-        while tile * 1024 < partial // 8:
-            for i in range(tile * 1024, min((tile + 1) * 1024, partial // 8)):
-                total = load_scalar(np.float64, partials + 8 * i)
-                for part in range(1, parts):
-                    total += load_scalar(np.float64, partials + 8 * i + part * partial)
-                store_scalar(dw + i * SIZE, T(total))
-            tile = next_tile(block)
-
-    return depthwise_planes_finish
+    return depthwise_finish

@@ -64,18 +64,23 @@ __all__ = [
     "emit_masked_load",
     "emit_masked_store",
     "emit_offset",
+    "emit_row",
     "emit_rows",
     "emit_splat",
     "emit_store",
     "fill",
+    "fill_like",
     "fma",
     "horizontal_sum",
     "inline",
     "is_block",
     "lanes",
     "load",
+    "load_block",
+    "load_block_clipped",
     "load_clipped",
     "load_even",
+    "load_like",
     "load_scalar",
     "maximum",
     "minimum",
@@ -83,12 +88,17 @@ __all__ = [
     "next_tile",
     "next_tile_of",
     "pack",
+    "prefetch",
     "store",
+    "store_block",
+    "store_block_clipped",
     "store_clipped",
     "store_scalar",
     "sub",
     "thread_index",
+    "transpose",
     "unpack",
+    "vector_of",
     "zero",
 ]
 
@@ -138,7 +148,7 @@ _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
 
-def _vector_of(token: types.Type) -> Vector | None:
+def vector_of(token: types.Type) -> Vector | None:
     """The vector type that a dtype token (np.float32, np.float64) stands for."""
     dtype = getattr(token, "instance_type", None)
     if isinstance(token, types.NumberClass) and dtype in (types.float32, types.float64):
@@ -260,7 +270,7 @@ def _same_floats(*operands: types.Type) -> bool:
 @intrinsic
 def load(typingctx, dtype, address):
     """load(T, address) -> Vector: lanes(T) elements from memory; any alignment of the element will do."""
-    vector = _vector_of(dtype)
+    vector = vector_of(dtype)
     if vector is None:
         return None
 
@@ -290,7 +300,7 @@ def load_clipped(typingctx, dtype, row, index, limit):
     Lanes that are off are not read at all, so `row` may be the first byte of an allocation and `index` negative.
     This is zero padding for free: one masked load.  limit >= 0; |index| and limit stay below 2**31 - lanes.
     """
-    vector = _vector_of(dtype)
+    vector = vector_of(dtype)
     if vector is None:
         return None
 
@@ -325,7 +335,7 @@ def load_even(typingctx, dtype, address):
     Reads 2 * lanes - 1 elements, none beyond the last one used: the second half is read one element early and
     shuffled accordingly, so the last vector of a row needs no room behind it.
     """
-    vector = _vector_of(dtype)
+    vector = vector_of(dtype)
     if vector is None:
         return None
 
@@ -346,7 +356,7 @@ def load_even(typingctx, dtype, address):
 @intrinsic
 def zero(typingctx, dtype):
     """zero(T) -> Vector of zeros."""
-    vector = _vector_of(dtype)
+    vector = vector_of(dtype)
     if vector is None:
         return None
 
@@ -495,7 +505,7 @@ def fill(typingctx, count, value):
 @intrinsic(prefer_literal=True)
 def broadcast_strided(typingctx, dtype, count, address, stride):
     """broadcast_strided(T, n, address, stride) -> tuple: the i-th vector holds the scalar at address + i * stride."""
-    vector = _vector_of(dtype)
+    vector = vector_of(dtype)
     if vector is None or not isinstance(count, types.IntegerLiteral):
         return None
     block = types.UniTuple(vector, count.literal_value)
@@ -507,6 +517,145 @@ def broadcast_strided(typingctx, dtype, count, address, stride):
         return pack(builder, [emit_splat(builder, emit_load(builder, scalar, p), vector.count) for p in places])
 
     return block(dtype, count, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_block(typingctx, dtype, count, address, pitch):
+    """load_block(T, n, address, pitch) -> tuple: vector i lies at address + i * pitch."""
+    vector = vector_of(dtype)
+    if vector is None or not isinstance(count, types.IntegerLiteral):
+        return None
+    block = types.UniTuple(vector, count.literal_value)
+
+    def codegen(context, builder, signature, args):
+        kind = context.get_value_type(vector)
+        return pack(builder, [emit_load(builder, kind, p) for p in emit_rows(builder, args[2], args[3], block.count)])
+
+    return block(dtype, count, types.int64, types.int64), codegen
+
+
+def emit_row(builder: ir.IRBuilder, address: ir.Value, pitch: ir.Value, rows: ir.Value, i: int) -> ir.Value:
+    """The address of row i, or of the last of `rows` where there is no such row."""
+    last = builder.sub(rows, ir.Constant(_I64, 1))
+    there = builder.icmp_signed("<", ir.Constant(_I64, i), rows)
+    return builder.add(address, builder.mul(builder.select(there, ir.Constant(_I64, i), last), pitch))
+
+
+@intrinsic(prefer_literal=True)
+def load_block_clipped(typingctx, dtype, count, address, pitch, rows, limit):
+    """load_block, of the first `limit` lanes, zero in the others; the last of `rows` stands in for those behind it."""
+    vector = vector_of(dtype)
+    if vector is None or not isinstance(count, types.IntegerLiteral):
+        return None
+    block = types.UniTuple(vector, count.literal_value)
+
+    def codegen(context, builder, signature, args):
+        _, _, address_, pitch_, rows_, limit_ = args
+        kind = context.get_value_type(vector)
+        mask = emit_clip_mask(builder, ir.Constant(_I64, 0), limit_, vector.count)
+        places = [emit_row(builder, address_, pitch_, rows_, i) for i in range(block.count)]
+        return pack(builder, [emit_masked_load(builder, kind, place, mask) for place in places])
+
+    return block(dtype, count, *[types.int64] * 4), codegen
+
+
+@intrinsic
+def load_like(typingctx, block, address):
+    """load_like(block, address) -> a block of the same size, from vectors behind each other."""
+    if not is_block(block):
+        return None
+
+    def codegen(context, builder, signature, args):
+        kind, places = context.get_value_type(block.dtype), range(block.count)
+        return pack(builder, [emit_load(builder, kind, emit_offset(builder, args[1], i, LANE_BYTES)) for i in places])
+
+    return block(block, types.int64), codegen
+
+
+@intrinsic
+def fill_like(typingctx, block, value):
+    """fill_like(block, vector) -> a block of the same size, the vector in all places."""
+    if not is_block(block) or value != block.dtype:
+        return None
+    return block(block, value), lambda context, builder, signature, args: pack(builder, [args[1]] * block.count)
+
+
+@intrinsic
+def store_block(typingctx, block, address, pitch):
+    """store_block(block, address, pitch): vector i goes to address + i * pitch."""
+    if not is_block(block):
+        return None
+
+    def codegen(context, builder, signature, args):
+        values = unpack(builder, args[0])
+        for place, value in zip(emit_rows(builder, args[1], args[2], len(values)), values, strict=True):
+            emit_store(builder, place, value)
+        return context.get_dummy_value()
+
+    return types.void(block, types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_block_clipped(typingctx, block, address, pitch, count, limit):
+    """store_block, of the vectors i < count only, and of each its first `limit` lanes."""
+    if not is_block(block):
+        return None
+
+    def codegen(context, builder, signature, args):
+        block_, address_, pitch_, count_, limit_ = args
+        none = ir.Constant(_I64, 0)
+        for i, value in enumerate(unpack(builder, block_)):
+            there = builder.icmp_signed("<", ir.Constant(_I64, i), count_)
+            mask = emit_clip_mask(builder, none, builder.select(there, limit_, none), block.dtype.count)
+            emit_masked_store(builder, emit_offset(builder, address_, i, pitch_), value, mask)
+        return context.get_dummy_value()
+
+    return types.void(block, *[types.int64] * 4), codegen
+
+
+@intrinsic(prefer_literal=True)
+def prefetch(typingctx, count, address):
+    """prefetch(n, address): n cache lines, one behind the other, on their way to the second-level cache."""
+    if not isinstance(count, types.IntegerLiteral):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        read, second_level, data = (ir.Constant(_I32, v) for v in (0, 2, 1))
+        for i in range(count.literal_value):
+            place = builder.inttoptr(emit_offset(builder, args[1], i, 64), pointer)
+            builder.call(function, [place, read, second_level, data])
+        return context.get_dummy_value()
+
+    return types.void(count, types.int64), codegen
+
+
+def _emit_pick(builder: ir.IRBuilder, low: ir.Value, high: ir.Value, picks: list[int]) -> ir.Value:
+    """Lanes of two vectors, counted through both."""
+    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, len(picks)), picks))
+
+
+def _interleaved(count: int, half: int) -> list[int]:
+    """Picks for a half of a[0], b[0], a[1], b[1], ..."""
+    return [half * count // 2 + i // 2 + (count if i % 2 else 0) for i in range(count)]
+
+
+@intrinsic
+def transpose(typingctx, block):
+    """transpose(block) -> lane i of vector j becomes lane j of vector i, in log2(lanes) rounds of interleaving."""
+    if not is_block(block) or block.count != block.dtype.count:
+        return None
+
+    def codegen(context, builder, signature, args):
+        rows, count = unpack(builder, args[0]), block.count
+        for _ in range(count.bit_length() - 1):
+            pairs = list(zip(rows[: count // 2], rows[count // 2 :], strict=True))
+            rows = [_emit_pick(builder, a, b, _interleaved(count, half)) for a, b in pairs for half in (0, 1)]
+        return pack(builder, rows)
+
+    return block(block), codegen
 
 
 # ---- scalars and memory -------------------------------------------------------------------------------------
@@ -574,7 +723,7 @@ def next_tile(block):
 
 @inline
 def next_tile_of(block, index):
-    """next_tile_of(block, i) -> 0, 1, 2, ...: what `next_tile` does, counted in the i-th argument, which starts at 0."""
+    """next_tile_of(block, i) -> 0, 1, 2, ...: like `next_tile`, but counted in the i-th argument, a zero at first."""
     return atomic_add(block + ARGUMENTS_OFFSET + 8 * index, 1)
 
 
