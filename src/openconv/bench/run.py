@@ -39,7 +39,7 @@ def measure(
         wrong: list[str] = []
         for candidate in candidates:
             name = candidate.engine.name
-            call = _call(problem, inputs, name, device)
+            call = _call(problem, inputs, name if candidate is not accepted[0] else None, device)
             errors[name] = error_of(problem, call(), inputs)
             if errors[name] <= allowed_error(problem, candidate.traits):
                 calls[name] = call
@@ -57,8 +57,11 @@ def measure(
         )  # fmt: skip
 
 
-def _call(problem: Problem, inputs: Inputs, engine: str, device: Device) -> Callable[[], Any]:
-    """What a user would call: the function for a plain forward pass, the plan itself for everything else."""
+def _call(problem: Problem, inputs: Inputs, engine: str | None, device: Device) -> Callable[[], Any]:
+    """What a user would call: the function for a plain forward pass, the plan itself for everything else.
+
+    ``engine`` is None for the one that openconv chooses by itself.
+    """
     a, b = inputs.a, inputs.b
     symmetric = all(low == high for low, high in problem.padding)
     if problem.direction == "fprop" and symmetric and problem.epilogue.is_identity:

@@ -80,15 +80,24 @@ class Gemm1x1(Engine):
         m, n, depth = {"fprop": (k, pixels, c), "dgrad": (c, pixels, k), "wgrad": (k, c, pixels)}[problem.direction]
         products = images * problem.groups * gemm_seconds(device, m, n, depth, size)
         copied = sum(region.elements for region in _regions(problem, knobs)) * size * 2
-        return products + copied / device.bandwidth + problem.min_bytes / device.bandwidth * 0.5
+        calls = 10e-6 if _is_plain(problem, knobs) else 25e-6  # of torch, for views and products
+        return calls + products + copied / device.bandwidth + problem.min_bytes / device.bandwidth * 0.5
 
     def build(self, problem: Problem, device: Device, knobs: Images) -> Runner:
+        if _is_plain(problem, knobs):
+            return _build_pointwise(problem, knobs)
         return (_build_nchw if problem.layouts[0] == "nchw" else _build_nhwc)(problem, knobs)
 
 
 def _in_place(problem: Problem) -> bool:
     """Whether the matrix of x is x itself."""
     return prod(problem.filter) == 1 and prod(problem.stride) == 1
+
+
+def _is_plain(problem: Problem, knobs: Images) -> bool:
+    """Whether all that is needed is a product of x or dy and the filters where they are."""
+    gathered = knobs.together == "folded" and problem.layouts[0] == "nchw"
+    return _in_place(problem) and problem.groups == 1 and problem.direction != "wgrad" and not gathered
 
 
 def _regions(problem: Problem, knobs: Images) -> tuple[Region, Region, Region]:
@@ -108,6 +117,38 @@ def _patches(x: Tensor, problem: Problem) -> Tensor:
         x = x.unfold(2 + axis, taps, stride).narrow(2 + axis, 0, out)
     # unfold puts the taps last, in order: (N, C, O, P, Q, T, R, S).
     return x
+
+
+def _build_pointwise(problem: Problem, knobs: Images) -> Runner:
+    """One product on the tensors as they are: the usual case, with as few calls of torch as it takes.
+
+    nchw: y[n] (K x pixels) = w (K x C) * x[n] (C x pixels);  nhwc: y (pixels x K) = x (pixels x C) * w' (C x K).
+    """
+    N, C, K, pixels = problem.n, problem.c, problem.k, prod(problem.out)
+    forward, nchw = problem.direction == "fprop", problem.layouts[0] == "nchw"
+    inner, outer = (C, K) if forward else (K, C)
+    images = 1 if knobs.together == "folded" else N
+    rows = N * pixels // images
+    batched = nchw and images > 1 and knobs.together != "alone"
+
+    def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
+        w = b.view(K, C)
+        if batched:
+            filters = (w if forward else w.t()).expand(N, -1, -1)
+            torch.bmm(filters, a.view(N, inner, pixels), out=result.view(N, outer, pixels))
+        elif nchw:
+            filters = w if forward else w.t()
+            for n in range(images):
+                source, target = (a, result) if images == 1 else (a[n], result[n])
+                torch.mm(filters, source.view(inner, pixels), out=target.view(outer, pixels))
+        else:
+            filters = w.t() if forward else w
+            for n in range(images):
+                source, target = (a, result) if images == 1 else (a[n], result[n])
+                xs = source.as_strided((rows, inner), (inner, 1))
+                torch.mm(xs, filters, out=target.as_strided((rows, outer), (outer, 1)))
+
+    return run
 
 
 def _build_nchw(problem: Problem, knobs: Images) -> Runner:
