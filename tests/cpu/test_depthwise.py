@@ -43,6 +43,7 @@ LAYERS = (
 )
 # Wider than a panel, and filters taller than the block of rows: both have been wrong.
 LARGE = (
+    "n1 c1 h2 w4 k1 r1 s1 pad0,0:1",  # small, but rows of y wider than those of x
     "n1 c1 h65 w279 k2 r10 s10 pad1",
     "n2 c3 h27 w131 k3 r11 s11 pad5 g3",
     "n1 c1 w30011 k1 s5 pad2",

@@ -143,7 +143,7 @@ class Depthwise(Engine):
         return tuple(DepthwiseKnobs(block) for block in (usual, usual * 2, usual // 2))
 
     def cost(self, problem: Problem, device: Device, knobs: DepthwiseKnobs) -> float:
-        # Measured on two cores. A pass over memory runs at a copy's bandwidth in nhwc and, with its transposes, at 0.6
+        # Measured on two cores. A pass over memory runs at a copy's bandwidth in nhwc and, with its transposes, at 0.57
         # of it in nchw, and narrow rows take longer; multiply-adds at 0.6 of the matrix rate with AVX2, and at 0.42 of
         # the higher one of AVX-512. Lanes without a channel are paid for like the others.
         size, direct = DTYPE_BYTES[problem.dtypes[0]], _is_direct(problem)
@@ -152,7 +152,7 @@ class Depthwise(Engine):
         moving = problem.min_bytes * waste * (1 + (4 if direct else 8) / width) / device.bandwidth
         rate = device.flops * 4 / size * (0.42 if device.lanes >= 16 else 0.6)
         arithmetic = 2.0 * problem.macs * waste / (rate * 0.7 if problem.direction == "wgrad" else rate)
-        return 6e-6 + max(moving if direct else moving / 0.6, arithmetic)
+        return 6e-6 + max(moving if direct else moving / 0.57, arithmetic)
 
     def build(self, problem: Problem, device: Device, knobs: DepthwiseKnobs) -> Runner:
         plan = _plan_for(problem, device, knobs)
@@ -389,8 +389,8 @@ def _gathered(
     rows = _evenly(max(p.count for p in high), rows)[0]
     in_cols = (max(cols, BIG) - 1) * step_w + reach_w + MOST_TAPS  # the only block of a row may read beyond it
     in_rows = (rows - 1) * step_h + reach_h
-    lanes_ = V // table.words[SRC_W] if table.words[SRC_W] < V else 1
-    plain = max(in_rows * min(in_cols, table.words[WIDTH]), lanes_)
+    # Narrow rows on their way: of the source, in a wgrad also of dy, and at least a square.
+    plain = max(in_rows * min(in_cols, table.words[WIDTH]), rows * cols, V // table.words[SRC_W])
     result = max(area * rows * cols, 64)
     table.set({
         IMAGE_PITCH: in_cols * V, IMAGE_SLICE: in_rows * in_cols * V, IMAGE_BYTES: slices * in_rows * in_cols * V,

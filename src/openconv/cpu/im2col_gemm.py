@@ -103,7 +103,8 @@ class Im2colGemm(Engine):
         row = min(width, problem.out[-1]) if problem.layouts[0] == "nchw" else c
         copying = pixels * column * size * passes / (device.bandwidth * 0.6) * (1 + 8 / max(row, 1))
         moving = problem.min_bytes / device.bandwidth * 0.5
-        return products + copying + moving + panels * 8e-6
+        calls = 80e-6 + panels * 8e-6  # of torch, for views, copies and products: a tiny problem takes 80 to 100 us
+        return calls + products + copying + moving
 
     def build(self, problem: Problem, device: Device, knobs: Panel) -> Runner:
         return (_build_nchw if problem.layouts[0] == "nchw" else _build_nhwc)(problem, device, knobs)
