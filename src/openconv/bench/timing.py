@@ -30,9 +30,9 @@ def race(
 ) -> list[Timing]:
     """Time each call once per round, in turn, until ``budget`` seconds are spent or ``most`` rounds are done.
 
-    Short calls are repeated within a round for half a millisecond, so that a sample is long against the clock's own cost
-    and against what the contestant before it has left in the caches. The result of a call is kept until its time is
-    taken and dropped before the next call starts.
+    Calls that take under 50 us are repeated within a round for ten times as long, so that a sample is long against the
+    clock's own cost, and against finding again what other contestants have pushed out of the caches. The result of a
+    call is kept until its time is taken and dropped before the next call starts.
     """
     for call in calls:
         for _ in range(warm_up):
@@ -41,7 +41,8 @@ def race(
     for call in calls:
         start = time.perf_counter()
         call()
-        repeats.append(max(1, min(64, int(500e-6 / max(time.perf_counter() - start, 1e-7)))))
+        took = time.perf_counter() - start
+        repeats.append(1 if took > 50e-6 else int(500e-6 / max(took, 1e-6)))
     samples: list[list[float]] = [[] for _ in calls]
     spent, rounds = 0.0, 0
     while rounds < least or (spent < budget and rounds < most):
