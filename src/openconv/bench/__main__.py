@@ -103,6 +103,8 @@ def table(suite: str, records: list[Record]) -> Table:
         )  # fmt: skip
     for p in peers:
         logs = [math.log(v) for r in records if (v := r.ratio(p))]
+        if not logs:  # every engine was wrong
+            continue
         shown.caption = (shown.caption or "") + f" geometric mean x {p}: {math.exp(sum(logs) / len(logs)):.2f}. "
     late = sum(r.regret > 1.15 for r in records)
     shown.caption = (shown.caption or "") + f" choices more than 15% behind the best engine: {late} of {len(records)}."

@@ -9,11 +9,12 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from ..files import write_atomic
 from .results import Record, read, results_folder
 
-__all__ = ["choices", "details", "main", "replace_part", "summary"]
+__all__ = ["choices", "details", "main", "render", "replace_part", "summary"]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -32,6 +33,8 @@ def _grouped(records: Iterable[Record], key: Callable[[Record], Key]) -> dict[Ke
 
 def _kind(record: Record) -> str:
     """What sort of layer it is."""
+    if record.suite == "overhead":
+        return "tiny problem (the call itself)"
     problem = record.parsed()
     if problem.c == problem.k == 1 and problem.n == 1:
         return "one-channel image filter"
@@ -68,8 +71,8 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def choices(records: Sequence[Record]) -> str:
-    """How often the engine chosen by predicted cost was the fastest, or near it."""
-    many = [r for r in records if len(r.engines) > 1]
+    """How often the engine chosen by predicted cost was the fastest, or near it; of layers, not of tiny problems."""
+    many = [r for r in records if len(r.engines) > 1 and r.suite != "overhead"]
     near = sum(r.regret <= 1.15 for r in many)
     worst = max((r.regret for r in many), default=1.0)
     return (
@@ -109,36 +112,36 @@ def replace_part(text: str, name: str, content: str) -> str:
     return re.sub(pattern, lambda m: f"{m[1]}\n{content}\n\n{m[2]}", text, flags=re.DOTALL)
 
 
-def main() -> int:
-    """Rewrite the generated parts; says which files changed."""
+def render() -> dict[Path, str]:
+    """The files with generated parts, and what should stand in them."""
     from ..support import support_markdown
 
     root = results_folder().parents[1]
     folders = {p: [r for f in sorted(p.glob("*.jsonl")) for r in read(f)] for p in sorted(results_folder().iterdir())}
-    folders = {p: records for p, records in folders.items() if records}
-    short, long = [], []
-    for records in folders.values():
+    short: list[str] = []
+    head = (
+        "# Results\n\nGenerated from `benchmarks/results` by `make docs`. `x torch` is torch's time over ours, both in "
+        "one process; `regret` the time of the chosen engine over that of the fastest.\n"
+    )
+    long = [head]
+    for records in filter(None, folders.values()):
         title = _machine(records)
         short += [f"**{title}**", "", summary(records), "", choices(records), ""]
         long += [f"## {title}", "", choices(records), ""]
         for (suite,), group in _grouped(records, lambda r: (r.suite,)).items():
             long += [f"### {suite}", "", details(group), ""]
-    head = (
-        "# Results\n\nGenerated from `benchmarks/results` by `make docs`. `x torch` is torch's time over ours, both in "
-        "one process; `regret` the time of the chosen engine over that of the fastest.\n\n"
-    )
-    targets = {
-        root / "README.md": [("engines", support_markdown()), ("results", "\n".join(short).rstrip())],
-        root / "docs" / "results.md": [],
-    }
-    for path, parts in targets.items():
-        old = path.read_text() if path.exists() else ""
-        new = head + "\n".join(long) if not parts else old
-        for name, content in parts:
-            new = replace_part(new, name, content)
-        if new != old:
+    readme = replace_part((root / "README.md").read_text(), "engines", support_markdown())
+    readme = replace_part(readme, "results", "\n".join(short).rstrip())
+    return {root / "README.md": readme, root / "docs" / "results.md": "\n".join(long)}
+
+
+def main() -> int:
+    """Rewrite the generated parts; says which files changed."""
+    for path, new in render().items():
+        changed = not path.exists() or path.read_text() != new
+        if changed:
             write_atomic(path, new)
-        print(f"{path.relative_to(root)}: {'rewritten' if new != old else 'unchanged'}")
+        print(f"{path.name}: {'rewritten' if changed else 'unchanged'}")
     return 0
 
 
