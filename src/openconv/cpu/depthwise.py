@@ -152,7 +152,7 @@ class Depthwise(Engine):
         moving = problem.min_bytes * waste * (1 + (4 if direct else 8) / width) / device.bandwidth
         rate = device.flops * 4 / size * (0.42 if device.lanes >= 16 else 0.6)
         arithmetic = 2.0 * problem.macs * waste / (rate * 0.7 if problem.direction == "wgrad" else rate)
-        return 6e-6 + max(moving if direct else moving / 0.57, arithmetic)
+        return 10e-6 + max(moving if direct else moving / 0.57, arithmetic)
 
     def build(self, problem: Problem, device: Device, knobs: DepthwiseKnobs) -> Runner:
         plan = _plan_for(problem, device, knobs)

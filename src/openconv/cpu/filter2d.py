@@ -164,11 +164,11 @@ class Filter2d(Engine):
         taps = _row_taps(*_rows_of(problem)) if problem.rank == 2 else 8
         loads = max(1.0, 1.5 * (knobs.rows + taps) / (knobs.rows * taps))
         # Measured on two cores: 0.8 of the matrix rate with AVX2 and 0.55 with AVX-512, whose loads all cross lines;
-        # 0.8 of a copy's bandwidth. Short rows are mostly rim, which AVX2 masks slowly.
+        # 0.8 of a copy's bandwidth. Short rows are mostly rim, which is masked, and slowly so by AVX2.
         short = width < 256
         rate = device.flops * 4 / size * (0.55 if device.lanes >= 16 else 0.8 / (1.5 if short else 1.0))
         computing = work * loads / rate
-        rim = 0.0 if device.lanes >= 16 else 40 / max(width, 1)
+        rim = (8 if device.lanes >= 16 else 40) / max(width, 1)
         moving = problem.min_bytes * (1 + rim) / (device.bandwidth * 0.8)
         planes = problem.n * channels * 0.1e-6 / device.threads
         if problem.direction == "wgrad":

@@ -102,6 +102,8 @@ class Im2colGemm(Engine):
         passes = 2.4 if problem.direction == "dgrad" else 2.0
         row = min(width, problem.out[-1]) if problem.layouts[0] == "nchw" else c
         copying = pixels * column * size * passes / (device.bandwidth * 0.6) * (1 + 8 / max(row, 1))
+        if problem.layouts[0] == "nchw" and knobs.images > 1:  # y of several images is gathered, or put back
+            copying += pixels * problem.k * size * 2.0 / (device.bandwidth * 0.6)
         moving = problem.min_bytes / device.bandwidth * 0.5
         calls = 80e-6 + panels * 8e-6  # of torch, for views, copies and products: a tiny problem takes 80 to 100 us
         return calls + products + copying + moving
