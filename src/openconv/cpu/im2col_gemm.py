@@ -97,13 +97,14 @@ class Im2colGemm(Engine):
             problem.direction
         ]
         products = panels * problem.groups * gemm_seconds(device, m, n, depth, size)
-        # Columns are written and read, and added back to windows in a dgrad. Short runs keep this at some 0.6 of a long
-        # copy's bandwidth (measured: 13 GB/s where a copy reaches 22), and very short ones lower.
+        # Columns are written and read, and added back to windows in a dgrad; y of several images is gathered, or put
+        # back. Short runs keep this at some 0.6 of a long copy's bandwidth (measured: 13 GB/s where a copy reaches 22),
+        # and very short ones lower.
         passes = 2.4 if problem.direction == "dgrad" else 2.0
+        gathered = problem.k if problem.layouts[0] == "nchw" and knobs.images > 1 else 0
         row = min(width, problem.out[-1]) if problem.layouts[0] == "nchw" else c
-        copying = pixels * column * size * passes / (device.bandwidth * 0.6) * (1 + 8 / max(row, 1))
-        if problem.layouts[0] == "nchw" and knobs.images > 1:  # y of several images is gathered, or put back
-            copying += pixels * problem.k * size * 2.0 / (device.bandwidth * 0.6)
+        copied = pixels * (column * passes + gathered * 2.0) * size
+        copying = copied / (device.bandwidth * 0.6) * (1 + 12 / max(row, 1))
         moving = problem.min_bytes / device.bandwidth * 0.5
         calls = 80e-6 + panels * 8e-6  # of torch, for views, copies and products: a tiny problem takes 80 to 100 us
         return calls + products + copying + moving
