@@ -17,7 +17,7 @@ from openconv.bench.suites import load_suite, suite_names, variants
 from openconv.bench.timing import Timing, race
 from openconv.cpu.device import cpu_device
 from openconv.problem import Problem
-from openconv.reference import random_inputs
+from openconv.reference import error_of, random_inputs
 
 TINY = Problem.parse("fprop n1 c3 h6 w7 k4 r3 s3 pad1 f32 nchw")
 
@@ -52,8 +52,12 @@ def test_a_suite_that_is_not_there_is_named_with_those_that_are():
 
 def test_race_takes_turns_in_changing_order():
     order: list[str] = []
-    timings = race([lambda: (order.append("a"), time.sleep(1e-3)), lambda: (order.append("b"), time.sleep(3e-3))],
-                   budget=0.0, least=8, warm_up=1)  # fmt: skip
+
+    def call(name: str, seconds: float) -> None:
+        order.append(name)
+        time.sleep(seconds)
+
+    timings = race([lambda: call("a", 1e-3), lambda: call("b", 3e-3)], budget=0.0, least=8, warm_up=1)
     last = order[-16:]
     rounds = [last[at] + last[at + 1] for at in range(0, 16, 2)]
     assert set(rounds) == {"ab", "ba"}  # each once a round, in changing order
@@ -69,7 +73,8 @@ def test_peers_compute_the_problem(direction):
     problem = TINY.with_(direction=direction)
     inputs = random_inputs(problem)
     out = Torch().prepare(problem, inputs.a, inputs.b)()
-    assert run.error_of(problem, out, inputs) < 1e-5
+    assert isinstance(out, torch.Tensor)
+    assert error_of(problem, out, inputs) < 1e-5
 
 
 def test_opencv_computes_the_problem():
@@ -78,7 +83,7 @@ def test_opencv_computes_the_problem():
     inputs = random_inputs(problem)
     assert OpenCV().refusal(problem) is None
     out = torch.from_numpy(OpenCV().prepare(problem, inputs.a, inputs.b)())[None, None]
-    assert run.error_of(problem, out, inputs) < 1e-5
+    assert error_of(problem, out, inputs) < 1e-5
     assert OpenCV().refusal(TINY)
 
 
