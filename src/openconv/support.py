@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineSupport", "support_markdown", "support_rich", "support_table"]
 
-DTYPES = ("f32", "f64", "f16", "bf16", "complex64", "complex128", "i8", "i32")
+DTYPES = ("f32", "f64", "f16", "bf16", "complex64", "complex128", "i8", "i16", "i32", "i64", "u8")
 
 # Each names a kind of layer by what it changes in a plain one: a 3x3 filter over 16 channels to 24.
 _SHAPES: dict[str, dict[str, Any]] = {
