@@ -643,6 +643,29 @@ def test_several_threads_at_once():
         torch.testing.assert_close(got, wanted[at % len(cases)])
 
 
+class Filtered(torch.utils.data.Dataset[Tensor]):
+    """Filters its image in whatever process asks for an item."""
+
+    def __init__(self, image: Tensor, weight: Tensor) -> None:
+        self.image, self.weight = image, weight
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return openconv.conv2d(self.image * (index + 1), self.weight, padding=1)
+
+
+def test_forked_workers_filter_after_their_parent_did():
+    """A child has none of the OpenMP threads that its parent has used."""
+    image, weight = torch.randn(1, 512, 512), torch.randn(1, 1, 3, 3)
+    data = Filtered(image, weight)
+    here = torch.stack([data[at] for at in range(4)])
+    loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="fork")
+    (there,) = loader
+    assert torch.equal(there, here)
+
+
 def test_policies_belong_to_their_thread():
     x, w, _ = operands("conv2d")
 
