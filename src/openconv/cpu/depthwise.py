@@ -774,6 +774,30 @@ def _zero_beside(T, V, image, pitch, rows, left, cols, width):
         image += pitch
 
 
+@inline
+def _gather_image(T, L, SIZE, g, image, plain, x, depth, d0, top, left, rows, cols, c_first, c_last, fresh):
+    """The source under a rectangle of rows x cols results, padded, as pixels of channels c_first to c_last - 1.
+
+    It begins at (d0, top, left), which may be outside; x is where the first channel begins. Rows and slices outside are
+    not on any list of rows and stay as they are; columns outside are zeroed once, when `fresh`.
+    """
+    V, H, W, pitch = L * SIZE, field(g, HEIGHT), field(g, WIDTH), field(g, IMAGE_PITCH)
+    h0, w0 = min(H, max(0, top)), min(W, max(0, left))
+    h1 = max(h0, min(H, top + (rows - 1) * field(g, STEP_H) + field(g, REACH_H)))
+    w1 = max(w0, min(W, left + (cols - 1) * field(g, STEP_W) + field(g, REACH_W)))
+    if fresh:
+        _zero_beside(T, V, image, pitch, field(g, IMAGE_BYTES) // pitch, w0 - left, w1 - w0, pitch // V)
+    for t in range(field(depth, D_TAPS)):
+        d = d0 + t * field(depth, D_SPREAD)
+        if d >= 0 and d < field(g, DEPTH):
+            at = x + d * field(g, SRC_D) + h0 * field(g, SRC_H) + w0 * field(g, SRC_W)
+            to = image + t * field(g, IMAGE_SLICE) + (h0 - top) * pitch + (w0 - left) * V
+            _gather(
+                T, L, SIZE, to, pitch, plain, at, field(g, SRC_H), field(g, SRC_W), field(g, FAN) * field(g, SRC_C),
+                c_first, field(g, DIV), c_last - c_first, h1 - h0, w1 - w0,
+            )  # fmt: skip
+
+
 # ---- fprop and dgrad ------------------------------------------------------------------------------------------
 
 
@@ -931,24 +955,12 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
                 y_n = y_tile
                 top, left = i0 * step_h + field(g, ORIGIN_H), j0 * step_w + field(g, ORIGIN_W)
                 if not DIRECT:
-                    h0, w0 = min(H, max(0, top)), min(W, max(0, left))
-                    h1 = max(h0, min(H, top + (i1 - i0 - 1) * step_h + field(g, REACH_H)))
-                    w1 = max(w0, min(W, left + (j1 - j0 - 1) * step_w + field(g, REACH_W)))
-                    row_pitch = field(g, IMAGE_PITCH)
-                    if beside != j0:
-                        all_rows = field(g, IMAGE_BYTES) // row_pitch
-                        _zero_beside(T, V, image, row_pitch, all_rows, w0 - left, w1 - w0, row_pitch // V)
-                        beside = j0
-                    for t in range(d_taps):
-                        d = d0 + t * field(depth, D_SPREAD)
-                        if d >= 0 and d < D:
-                            x = src + n * field(g, SRC_N) + (c_first // field(g, DIV) * fan + m) * field(g, SRC_C)
-                            x += d * field(g, SRC_D) + h0 * field(g, SRC_H) + w0 * field(g, SRC_W)
-                            to = image + t * field(g, IMAGE_SLICE) + (h0 - top) * row_pitch + (w0 - left) * V
-                            _gather(
-                                T, L, SIZE, to, row_pitch, plain, x, field(g, SRC_H), field(g, SRC_W),
-                                fan * field(g, SRC_C), c_first, field(g, DIV), c_last - c_first, h1 - h0, w1 - w0,
-                            )  # fmt: skip
+                    x = src + n * field(g, SRC_N) + (c_first // field(g, DIV) * fan + m) * field(g, SRC_C)
+                    _gather_image(
+                        T, L, SIZE, g, image, plain, x, depth, d0, top, left, i1 - i0, j1 - j0, c_first, c_last,
+                        beside != j0,
+                    )  # fmt: skip
+                    beside = j0
                     y_n = result + (m > 0) * field(g, RESULT_BYTES) - every_h * i0 * dst_h - every_w * j0 * dst_w
                 for i in range(i0, i1):
                     for p in range(field(g, PHASES)):
@@ -1135,23 +1147,11 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
                 y_n = dst + n * field(g, DST_N) + c_first * field(g, DST_C) + o * field(g, DST_D)
                 top, left = i0 * step_h + field(g, ORIGIN_H), j0 * step_w + origin
                 if not DIRECT:
-                    h0, w0 = min(H, max(0, top)), min(W, max(0, left))
-                    h1 = max(h0, min(H, top + (i1 - i0 - 1) * step_h + field(g, REACH_H)))
-                    w1 = max(w0, min(W, left + (j1 - j0 - 1) * step_w + field(g, REACH_W)))
-                    row_pitch = field(g, IMAGE_PITCH)
-                    if beside != j0:
-                        all_rows = field(g, IMAGE_BYTES) // row_pitch
-                        _zero_beside(T, V, image, row_pitch, all_rows, w0 - left, w1 - w0, row_pitch // V)
-                        beside = j0
-                    for t in range(field(depth, D_TAPS)):
-                        d = d0 + t * field(depth, D_SPREAD)
-                        if d >= 0 and d < D:
-                            x = x_n + d * field(g, SRC_D) + h0 * field(g, SRC_H) + w0 * field(g, SRC_W)
-                            to = image + t * field(g, IMAGE_SLICE) + (h0 - top) * row_pitch + (w0 - left) * V
-                            _gather(
-                                T, L, SIZE, to, row_pitch, plain, x, field(g, SRC_H), field(g, SRC_W), field(g, SRC_C),
-                                c_first, field(g, DIV), c_last - c_first, h1 - h0, w1 - w0,
-                            )  # fmt: skip
+                    _gather_image(
+                        T, L, SIZE, g, image, plain, x_n, depth, d0, top, left, i1 - i0, j1 - j0, c_first, c_last,
+                        beside != j0,
+                    )  # fmt: skip
+                    beside = j0
                     y = y_n + i0 * field(g, DST_H) + j0 * field(g, DST_W)
                     _gather(
                         T, L, SIZE, result, y_bytes, plain, y, field(g, DST_H), field(g, DST_W), field(g, DST_C),
