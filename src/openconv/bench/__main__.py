@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from ..plan import device_of
 from ..problem import Problem
-from .results import Record, device_slug, results_folder, write
+from .results import Record, device_slug, geometric_mean, results_folder, write
 from .run import measure
 from .suites import load_suite, suite_names, variants
 
@@ -102,10 +101,8 @@ def table(suite: str, records: list[Record]) -> Table:
             "" if best == r.chosen else best.removeprefix("cpu."),
         )  # fmt: skip
     for p in peers:
-        logs = [math.log(v) for r in records if (v := r.ratio(p))]
-        if not logs:  # every engine was wrong
-            continue
-        shown.caption = (shown.caption or "") + f" geometric mean x {p}: {math.exp(sum(logs) / len(logs)):.2f}. "
+        if mean := geometric_mean(r.ratio(p) for r in records):
+            shown.caption = (shown.caption or "") + f" geometric mean x {p}: {mean:.2f}. "
     late = sum(r.regret > 1.15 for r in records)
     shown.caption = (shown.caption or "") + f" choices more than 15% behind the best engine: {late} of {len(records)}."
     return shown

@@ -12,13 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ..files import write_atomic
-from .results import Record, read, results_folder
+from .results import Record, geometric_mean, read, results_folder
 
 __all__ = ["choices", "details", "main", "render", "replace_part", "summary"]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 Key = tuple[str, ...]
@@ -65,7 +61,7 @@ def summary(records: Sequence[Record]) -> str:
             if ratios:
                 span = f"{min(ratios):.2f} to {max(ratios):.2f}"
                 slower = sum(value < 1 for value in ratios)
-                mean = f"**{_mean(ratios):.2f}**"
+                mean = f"**{geometric_mean(ratios):.2f}**"
                 rows.append((f"{kind}, {direction}", peer, str(len(ratios)), mean, span, str(slower)))
     return _table(("layer", "against", "layers", "times faster, mean", "worst to best", "slower"), rows)
 

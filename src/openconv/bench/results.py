@@ -18,7 +18,7 @@ from ..device import Device
 from ..files import write_atomic
 from ..problem import Problem
 
-__all__ = ["Record", "device_slug", "environment", "read", "results_folder", "write"]
+__all__ = ["Record", "device_slug", "environment", "geometric_mean", "read", "results_folder", "write"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ class Record:
     def parsed(self) -> Problem:
         """The problem."""
         return Problem.parse(self.problem)
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """The mean that treats twice as fast and half as fast alike; None of nothing."""
+    logs = [math.log(value) for value in values if value]
+    return math.exp(sum(logs) / len(logs)) if logs else None
 
 
 def environment(device: Device) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from torch import Tensor
 from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
 from ..problem import DTYPE_BYTES, Problem
+from .matrices import sum_error
 from .runtime import Kernel, kernel, launch
 from .simd import (
     LANE_BYTES,
@@ -127,13 +128,9 @@ class Depthwise(Engine):
             yield f"layouts of x and y are {problem.layouts[0]} and {problem.layouts[2]}; wanted the same"
 
     def traits(self, problem: Problem, knobs: DepthwiseKnobs) -> Traits:
-        dtype = problem.dtypes[0]
-        unit, terms = {"f32": 2.0**-24, "f64": 2.0**-53}[dtype], problem.gemm.k
-        if problem.direction != "wgrad":  # a chain, with one rounding for each product and one for the bias
-            return Traits(accumulator=dtype, error_bound=(terms + 1) * unit)
-        # A chain of f32 over one strip of pixels, then f64 and a last rounding.
-        chain = min(terms, max(WGRAD_PIXELS, problem.out[-1]))
-        return Traits(accumulator=dtype, error_bound=(chain + 1) * unit + terms * 2.0**-53)
+        # wgrad: f32 over one strip of pixels, then f64 and a last rounding.
+        chain = min(problem.gemm.k, max(WGRAD_PIXELS, problem.out[-1])) if problem.direction == "wgrad" else None
+        return Traits(accumulator=problem.dtypes[0], error_bound=sum_error(problem, chain))
 
     def workspace_bytes(self, problem: Problem, device: Device, knobs: DepthwiseKnobs) -> int:
         return _plan_for(problem, device, knobs).workspace
@@ -291,10 +288,10 @@ def _slide(phases: list[_Phase], split: bool = True) -> tuple[list[_Phase], int,
 # Words of a phase: both axes of a correlation, and what a block needs to know of them.
 (
     H_FIRST, H_COUNT, H_ORIGIN, H_SPREAD, H_TAPS, H_W_FIRST, H_W_STEP,
-    W_FIRST, W_COUNT, W_ORIGIN, W_SPREAD, W_TAPS, W_W_FIRST, W_W_STEP,
+    W_FIRST, W_COUNT, W_ORIGIN, W_SPREAD, W_TAPS, W_W_FIRST,
     FULL, SINGLE, TAP, JUMP, W_BYTES, INNER, INNER_END,
     PHASE_WORDS,
-) = range(22)  # fmt: skip
+) = range(21)  # fmt: skip
 
 # Words of a depth phase.
 D_STEP, D_ORIGIN, D_SPREAD, D_TAPS, D_W_FIRST, D_W_STEP, DEPTH_WORDS = range(7)
@@ -399,12 +396,24 @@ def _gathered(
     return rows, cols
 
 
-def _block_words(h: _Phase, w: _Phase, taps: int, pixel: int, w_pixel: int, inner: tuple[int, int]) -> list[int]:
-    """A phase, for blocks of pixels that lie `pixel` bytes apart with weights that lie `w_pixel` bytes apart."""
+def _rects(height: int, width: int, rows: int, cols: int) -> list[int]:
+    """The rectangles of a grid: first row, rows, first column, columns of each."""
+    return [
+        v for i in range(0, height, rows) for j in range(0, width, cols)
+        for v in (i, min(rows, height - i), j, min(cols, width - j))
+    ]  # fmt: skip
+
+
+def _block_words(h: _Phase, w: _Phase, taps: int, pixel: int, w_pixel: int, width: int | None) -> list[int]:
+    """A phase, for blocks of pixels that lie `pixel` bytes apart with weights that lie `w_pixel` bytes apart.
+
+    Outputs whose taps all lie in a row of `width` need no care; without a width no output does.
+    """
     full = w.taps // taps if taps > 1 else 0
+    inner = (0, w.count) if width is None else w.inside(width)
     return [
         h.first, h.count, h.origin, h.spread, h.taps, h.w_first, h.w_step,
-        w.first, w.count, w.origin, w.spread, w.taps, w.w_first, w.w_step,
+        w.first, w.count, w.origin, w.spread, w.taps, w.w_first,
         full, w.taps - full * taps, w.spread * pixel, w.step * pixel, w.w_step * w_pixel, *inner,
     ]  # fmt: skip
 
@@ -441,13 +450,9 @@ def _plan(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
         chunk, chunks, pixel = 1, -(-channels // L), V
         rows, cols = _gathered(table, slices, high, wide, knobs.block, V)
     pitch = (chunk + 2) * V  # one vector more for channels left over, one to keep taps off each other's cache sets
-    everywhere = lambda p: (0, p.count)  # noqa: E731
-    inside = (lambda p: p.inside(table.words[WIDTH])) if direct else everywhere
-    records = [v for h in high for w in wide for v in _block_words(h, w, taps, pixel, pitch, inside(w))]
-    rects = [
-        v for i in range(0, grid_h, rows) for j in range(0, grid_w, cols)
-        for v in (i, min(rows, grid_h - i), j, min(cols, grid_w - j))
-    ]  # fmt: skip
+    within = table.words[WIDTH] if direct else None
+    records = [v for h in high for w in wide for v in _block_words(h, w, taps, pixel, pitch, within)]
+    rects = _rects(grid_h, grid_w, rows, cols)
     spots = out_d * (len(rects) // 4)
     rows_bytes = 16 * (1 + slices * max(p.taps for p in high))
     scratch = table.words[IMAGE_BYTES] + table.words[PLAIN_BYTES] + 2 * table.words[RESULT_BYTES]
@@ -480,10 +485,7 @@ def _plan_wgrad(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
         most, cols = _gathered(table, d.taps, [h], [w], knobs.block, V)
         rows = min(most, max(1, WGRAD_PIXELS // cols))
     rows = _evenly(h.count, min(rows, h.count))[0]
-    rects = [
-        v for i in range(0, h.count, rows) for j in range(0, w.count, cols)
-        for v in (i, min(rows, h.count - i), j, min(cols, w.count - j))
-    ]  # fmt: skip
+    rects = _rects(h.count, w.count, rows, cols)
     items = problem.n * d.count * (len(rects) // 4)
     chunk, chunks = 1, groups
     if direct:
@@ -495,7 +497,7 @@ def _plan_wgrad(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
         chunk, chunks = _evenly(whole, -(-whole // chunks))
     parts = min(items, -(-WGRAD_TASKS // chunks))
     pitch, pixel = (chunk + 2) * V, table.words[SRC_W] if direct else V
-    inner = w.inside(table.words[WIDTH]) if direct else (0, w.count)
+    within = table.words[WIDTH] if direct else None
     rows_bytes = 16 * (1 + d.taps * h.taps)
     scratch = table.words[IMAGE_BYTES] + table.words[PLAIN_BYTES] + table.words[RESULT_BYTES]
     thread_bytes = _up(count * pitch + scratch + rows_bytes, 64)
@@ -504,7 +506,7 @@ def _plan_wgrad(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
     table.set({
         TILES: chunks * parts, CHUNKS: chunks, CHUNK: chunk * L, PARTS: parts, ITEMS: items, SPOTS: d.count,
         RECTS: len(rects) // 4, RECTS_AT: table.put(rects), THREAD_BYTES: thread_bytes,
-        PHASES_AT: table.put(_block_words(h, w, taps, pixel, pitch, inner)),
+        PHASES_AT: table.put(_block_words(h, w, taps, pixel, pitch, within)),
         PACK_PITCH: pitch, PACK_BYTES: count * pitch, ROWS_BYTES: rows_bytes,
         PARTIAL_BYTES: partial, PARTIALS_BYTES: _up(partial * parts, 64),
     })  # fmt: skip
@@ -517,10 +519,8 @@ def _plan_wgrad(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
 
 # ---- register blocks ------------------------------------------------------------------------------------------
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
 
-
-def _emit_slide(builder, count, taps, every, value, add):
+def _emit_slide(count, taps, every, value, add):
     """Ask once for each value(i) that some pair needs, and add(t, j, it) for all pairs with i = every*j + t."""
     for i in range((count - 1) * every + taps):
         pairs = [(t, (i - t) // every) for t in range(taps) if (i - t) % every == 0 and 0 <= (i - t) // every < count]
@@ -528,6 +528,17 @@ def _emit_slide(builder, count, taps, every, value, add):
             x = value(i)
             for t, j in pairs:
                 add(t, j, x)
+
+
+def _emit_filter(builder, sums, weights, every, place):
+    """sums[j] + weights[t] * x[every*j + t], summed over t; x[i] is the vector at place(i)."""
+    totals, taps = unpack(builder, sums), unpack(builder, weights)
+
+    def add(t, j, x):
+        totals[j] = emit_fma(builder, x, taps[t], totals[j])
+
+    _emit_slide(len(totals), len(taps), every, lambda i: emit_load(builder, totals[0].type, place(i)), add)
+    return pack(builder, totals)
 
 
 @intrinsic(prefer_literal=True)
@@ -541,15 +552,8 @@ def slide(typingctx, sums, weights, step, address, pitch):
     every = step.literal_value
 
     def codegen(context, builder, signature, args):
-        totals, taps = unpack(builder, args[0]), unpack(builder, args[1])
-        places = emit_rows(builder, args[3], args[4], (len(totals) - 1) * every + len(taps))
-
-        def add(t, j, x):
-            totals[j] = emit_fma(builder, x, taps[t], totals[j])
-
-        value = lambda i: emit_load(builder, totals[0].type, places[i])  # noqa: E731
-        _emit_slide(builder, len(totals), len(taps), every, value, add)
-        return pack(builder, totals)
+        places = emit_rows(builder, args[3], args[4], (sums.count - 1) * every + weights.count)
+        return _emit_filter(builder, args[0], args[1], every, places.__getitem__)
 
     return sums(sums, weights, step, types.int64, types.int64), codegen
 
@@ -563,18 +567,12 @@ def slide_clipped(typingctx, sums, weights, step, address, pitch, index, spread,
 
     def codegen(context, builder, signature, args):
         sums_, weights_, _, address_, pitch_, index_, spread_, width_, zeros_ = args
-        totals, taps = unpack(builder, sums_), unpack(builder, weights_)
 
-        def value(i):
+        def place(i):
             inside = builder.icmp_unsigned("<", emit_offset(builder, index_, i, spread_), width_)
-            place = builder.select(inside, emit_offset(builder, address_, i, pitch_), zeros_)
-            return emit_load(builder, totals[0].type, place)
+            return builder.select(inside, emit_offset(builder, address_, i, pitch_), zeros_)
 
-        def add(t, j, x):
-            totals[j] = emit_fma(builder, x, taps[t], totals[j])
-
-        _emit_slide(builder, len(totals), len(taps), every, value, add)
-        return pack(builder, totals)
+        return _emit_filter(builder, sums_, weights_, every, place)
 
     return sums(sums, weights, step, *[types.int64] * 6), codegen
 
@@ -593,8 +591,7 @@ def slide_grad(typingctx, sums, values, step, address, pitch):
         def add(t, j, x):
             totals[t] = emit_fma(builder, x, dys[j], totals[t])
 
-        value = lambda i: emit_load(builder, totals[0].type, places[i])  # noqa: E731
-        _emit_slide(builder, len(dys), len(totals), every, value, add)
+        _emit_slide(len(dys), len(totals), every, lambda i: emit_load(builder, totals[0].type, places[i]), add)
         return pack(builder, totals)
 
     return sums(sums, values, step, types.int64, types.int64), codegen

@@ -51,6 +51,7 @@ from torch import Tensor
 from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
 from ..problem import DTYPE_BYTES, Problem
+from .matrices import sum_error
 from .runtime import Kernel, kernel, launch
 from .simd import (
     argument,
@@ -130,12 +131,9 @@ class Filter2d(Engine):
             yield f"layout of dw is nhwc with C/G = {problem.c // problem.groups}; wanted nchw, or C/G = 1"
 
     def traits(self, problem: Problem, knobs: Filter2dKnobs) -> Traits:
-        dtype = problem.dtypes[0]
-        eps, terms = {"f32": 2.0**-24, "f64": 2.0**-53}[dtype], problem.gemm.k
-        if problem.direction != "wgrad":  # one chain, with one rounding for each product and one for the bias
-            return Traits(accumulator=dtype, error_bound=(terms + 1) * eps)
-        # Along a strip of 1 KiB each lane adds 8 rows of at most 64 vectors (16 bytes wide), then up to 8 copies.
-        return Traits(accumulator=dtype, error_bound=(8 * 64 + 8 + 1) * eps + terms * 2.0**-53)
+        # wgrad: along a strip of 1 KiB a lane adds 8 rows of at most 64 vectors (16 bytes wide), then up to 8 copies.
+        chain = 8 * 64 + 8 if problem.direction == "wgrad" else None
+        return Traits(accumulator=problem.dtypes[0], error_bound=sum_error(problem, chain))
 
     def workspace_bytes(self, problem: Problem, device: Device, knobs: Filter2dKnobs) -> int:
         if problem.direction != "wgrad":

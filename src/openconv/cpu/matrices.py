@@ -1,4 +1,7 @@
-"""What the engines that multiply matrices share: filters as matrices, parts of a workspace, what a product costs."""
+"""What the engines that multiply matrices share: filters as matrices, parts of a workspace, what a product costs.
+
+Also the error of a sum, which every floating-point engine bounds alike.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,13 @@ def float_refusals(problem: Problem) -> Iterator[str]:
         yield f"dtypes are {', '.join(problem.dtypes)}; the matrix product takes f32 or f64 throughout"
 
 
-def sum_error(problem: Problem) -> float:
-    """Bound on the error of a sum in the result's own type, as a share of sum(|x|*|w|): length times half an ulp."""
-    return (problem.gemm.k + 1) * _EPS[problem.result_dtype]
+def sum_error(problem: Problem, chain: int | None = None) -> float:
+    """Bound on the error of a sum in the result's own type, as a share of sum(|x|*|w|): length times half an ulp.
+
+    With ``chain`` only so many terms are added in that type, and the partial sums in f64.
+    """
+    unit, terms = _EPS[problem.result_dtype], problem.gemm.k
+    return (terms + 1) * unit if chain is None else (chain + 1) * unit + terms * _EPS["f64"]
 
 
 def filter_matrix(w: Tensor, problem: Problem, order: str, spare: Tensor, fill: bool) -> Tensor:

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ..bench.results import Record
+from ..bench.results import Record, geometric_mean
 from ..explanation import Explanation
 from ..pictures import KERNELS, Picture
 from ..units import ratio_text, seconds_text
 from .checks import EngineCheck
 from .filters import FilterResult
 
-__all__ = ["NEXT_COMMANDS", "Findings", "draw_plot", "findings_json", "geometric_mean", "render_page"]
+__all__ = ["NEXT_COMMANDS", "Findings", "draw_plot", "findings_json", "render_page"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +43,6 @@ class Findings:
         checks = [f"{check.name}: {line}" for check in self.checks for line in check.wrong]
         races = [f"{name}: wrong on '{record.problem}'" for record in self.records for name in record.wrong]
         return [*filters, *checks, *races, *self.failures]
-
-
-def geometric_mean(values: Iterable[float | None]) -> float | None:
-    """The mean that treats twice as fast and half as fast alike; None of nothing."""
-    logs = [math.log(value) for value in values if value]
-    return math.exp(sum(logs) / len(logs)) if logs else None
 
 
 # -- the plot ---------------------------------------------------------------------------------------------------------

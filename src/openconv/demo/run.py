@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .. import __version__
-from ..bench.results import Record
+from ..bench.results import Record, geometric_mean
 from ..bench.run import measure
 from ..device import Device
 from ..explanation import explain
@@ -27,7 +27,7 @@ from ..units import percent_text, ratio_text, seconds_text
 from .checks import EngineCheck, check_engines, check_problems
 from .filters import FILTERS, FilterResult, run_filter
 from .layers import race_layers
-from .page import NEXT_COMMANDS, Findings, draw_plot, findings_json, geometric_mean, render_page
+from .page import NEXT_COMMANDS, Findings, draw_plot, findings_json, render_page
 from .scene import make_scene
 
 __all__ = ["run_demo"]
