@@ -144,6 +144,9 @@ class Filter2d(Engine):
     def knobs(self, problem: Problem, device: Device) -> Iterable[Filter2dKnobs]:
         if problem.rank == 1:
             return (Filter2dKnobs(1, 8),)
+        width = problem.spatial[1] if problem.direction == "dgrad" else problem.out[1]
+        if width <= device.lanes * 4 // DTYPE_BYTES[problem.dtypes[0]]:  # a second vector would be all mask
+            return (Filter2dKnobs(8, 1),)
         if device.lanes >= 16:
             return (Filter2dKnobs(8, 2), Filter2dKnobs(4, 2))
         return (Filter2dKnobs(5 if _row_taps(*_rows_of(problem)) >= 6 else 4, 2),)
