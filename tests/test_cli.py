@@ -124,8 +124,10 @@ def test_doctor_names_what_is_broken_and_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(openconv.engine, "engines", broken)
     monkeypatch.setattr(openconv.doctor, "_OPTIONAL", (("nothing_such", "nothing-such", "extra", "do magic"),))
     monkeypatch.setenv("OPENCONV_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("OPENCONV_KEEP_MB", "-3")
     result = run("doctor")
     assert result.exit_code == 1
+    assert "unset OPENCONV_KEEP_MB" in result.stdout
     assert "libfoo is gone" in result.stdout
     assert "pip install 'openconv[extra]'" in result.stdout
     cache = next(f for f in openconv.doctor.examine() if f.area == "kernel cache")

@@ -1,6 +1,7 @@
 """openconv: an open convolution engine for PyTorch."""
 
 from . import nn
+from .cpu.memory import empty_cache
 from .engine import UnsupportedProblem
 from .epilogue import Epilogue
 from .explanation import Explanation, explain
@@ -25,6 +26,7 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "convert",
+    "empty_cache",
     "explain",
     "nn",
     "patch",

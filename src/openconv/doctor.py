@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .cpu import runtime
+from .cpu import memory, runtime
 from .units import bytes_text
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def _cpu() -> Iterator[Finding]:
         yield Finding("CPU", "thread pool", "Python threads", NOTE,
                       "torch has no GOMP_parallel here: kernels run on threads of their own")  # fmt: skip
     yield _huge_pages()
+    yield _kept_memory()
 
 
 def _binary(size: int) -> str:
@@ -128,6 +129,14 @@ def _huge_pages() -> Finding:
     return Finding("CPU", "huge pages", mode or "off", NOTE,
                    "results of 32 MiB and more fault page by page; as root: "
                    "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled")  # fmt: skip
+
+
+def _kept_memory() -> Finding:
+    try:
+        most = memory.most_kept_bytes()
+    except ValueError as error:
+        return Finding("CPU", "kept memory", str(error), BROKEN, "unset OPENCONV_KEEP_MB")
+    return Finding("CPU", "kept memory", f"up to {most // 1_000_000} MB of freed results, for the next ones")
 
 
 def _cuda() -> Iterator[Finding]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .cpu.device import cpu_device
+from .cpu.memory import LARGE, large_tensor
 from .device import Device
 from .engine import Runner
 from .epilogue import IDENTITY, Acc, Epilogue, Expr, Node, Operand
@@ -32,7 +33,6 @@ from .tensors import DTYPES, empty, to_layout
 __all__ = ["Plan", "compute_dtype", "device_of", "lower", "make_plan", "plan_for", "remember"]
 
 _COMPUTE = {"f16": "f32", "bf16": "f32", "complex32": "f32", "complex64": "f32", "complex128": "f64"}
-_HUGE = 32 << 20  # bytes from which page faults on a fresh result cost more than the advice to use huge pages
 
 
 def device_of(device: torch.device) -> Device:
@@ -112,7 +112,7 @@ def make_plan(problem: Problem, device: Device, policy: Policy) -> Plan:
     bias, rest = split_bias(problem.epilogue)
     if bias is None or not engine.takes_bias or complex_:
         bias, rest = None, problem.epilogue
-    real = _real_call(core, candidate, runner)
+    real = _real_call(core, candidate, runner, device)
     call = _wire(problem, core, real, bias, rest)
     steps = tuple(_steps(problem, core, candidate, bias, rest))
     return Plan(problem, core, device, policy, candidate, steps, call)
@@ -140,22 +140,19 @@ def _steps(problem: Problem, core: Problem, candidate: Candidate, bias: str | No
     return steps
 
 
-def _real_call(core: Problem, candidate: Candidate, runner: Runner) -> Callable[..., Tensor]:
+def _real_call(core: Problem, candidate: Candidate, runner: Runner, device: Device) -> Callable[..., Tensor]:
     """Allocate the result and the workspace, and run the engine on real tensors in the core's layouts."""
     shape, dtype = core.result_shape, DTYPES[core.result_dtype]
     # Strides that are known beforehand make an allocation cheaper by half a microsecond.
     strides = empty(shape, dtype, core.layouts[core.result], torch.device("meta")).stride()
     workspace_bytes, size = candidate.workspace, dtype.itemsize * prod(shape)
-    advise: Callable[[Tensor], object] | None = None
-    if size >= _HUGE:
-        from .cpu.runtime import advise_huge
-
-        advise = advise_huge
+    large = device.kind == "cpu" and size >= LARGE
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        out = torch.empty_strided(shape, strides, dtype=dtype, device=a.device)
-        if advise is not None:
-            advise(out)
+        if large:
+            out = large_tensor(shape, strides, dtype)
+        else:
+            out = torch.empty_strided(shape, strides, dtype=dtype, device=a.device)
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=a.device) if workspace_bytes else None
         runner(a, b, out, workspace, bias)
         return out

@@ -337,15 +337,7 @@ def test_blocks_of_registers_unpack_to_what_was_packed():
     assert fill.__doc__ is not None
 
 
-# ---- memory and machine -------------------------------------------------------------------------------------
-
-
-def test_advice_leaves_contents_alone():
-    small, large = torch.arange(1000), torch.arange(runtime.HUGE_PAGE_LIMIT // 8 + 12345)
-    for tensor in (small, large, large[7:]):
-        assert runtime.advise_huge(tensor) is tensor
-    assert torch.equal(small, torch.arange(1000))
-    assert torch.equal(large, torch.arange(runtime.HUGE_PAGE_LIMIT // 8 + 12345))
+# ---- machine ------------------------------------------------------------------------------------------------
 
 
 def test_the_machine_is_described():

@@ -15,7 +15,7 @@ from rich.table import Table
 from ..plan import device_of
 from ..problem import Problem
 from .results import Record, device_slug, geometric_mean, results_folder, write
-from .run import measure
+from .run import measure, verifier
 from .suites import load_suite, suite_names, variants
 
 # What makes every library on the machine keep to one instruction set, for comparing as on a smaller one.
@@ -61,12 +61,12 @@ def bench(
         console.print(f"[red]{error}")
         raise typer.Exit(2) from None
     records: dict[str, list[Record]] = {}
-    with Progress(console=console, transient=True) as progress:
+    with verifier() as verifying, Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=len(jobs))
         for suite, label, problem in jobs:
             progress.update(task, description=f"{suite} {label}")
             records.setdefault(suite, []).append(
-                measure(suite, label, problem, device, engines=engine or (), budget=budget)
+                measure(suite, label, problem, device, engines=engine or (), budget=budget, verifying=verifying)
             )
             progress.advance(task)
     for suite, found in records.items():

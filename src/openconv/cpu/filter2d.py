@@ -25,9 +25,9 @@ as 4 and 3 needs no stack and is no faster.
 Floors for a one-channel f32 image of 1024x2048 on two cores at 2.8 GHz with AVX-512 (32 multiply-adds a cycle and
 core): 16 MiB through the third-level cache 0.28 ms; multiply-adds 0.11 ms (3x3), 0.29 ms (5x5), 0.57 ms (7x7).
 
-A large result is new memory, which the system clears page by page when it is first written; for 4000x4000 that takes
-as long as a 3x3 filter. Threads that take turns at neighbouring tiles meet in one huge page and both clear it. So each
-thread has a part of the image to itself, in which it draws tiles (7.6 against 11.9 ms for 3x3).
+The first of several large results is new memory, which the system clears page by page when it is first written; for
+4000x4000 that takes as long as a 3x3 filter. Threads that take turns at neighbouring tiles meet in one huge page and
+both clear it. So each thread has a part of the image to itself, in which it draws tiles (7.6 against 11.9 ms for 3x3).
 
 Vectors that touch the border of the image take a second path with masked loads. Taps on padding then see a zero (fprop:
 an infinite weight shows) or are left out (dgrad: there is no such term). Both paths add in the same order, so that a

@@ -1,4 +1,4 @@
-"""Compile, cache and launch CPU kernels; what the machine is; where big outputs live.
+"""Compile, cache and launch CPU kernels; what the machine is.
 
 A kernel is a single-program, multiple-data function `void f(int64 block)`.  Every thread of a team runs the same
 function on the same block of int64 words:
@@ -25,7 +25,6 @@ import functools
 import hashlib
 import inspect
 import json
-import mmap
 import os
 import platform
 import re
@@ -36,21 +35,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..files import write_atomic
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = [
     "ARGUMENTS_OFFSET",
-    "HUGE_PAGE_LIMIT",
     "THREADS_OFFSET",
     "TICKET_OFFSET",
     "CpuInfo",
     "Kernel",
-    "advise_huge",
     "cache_directory",
     "cpu_info",
     "kernel",
@@ -310,39 +304,6 @@ def _forget_pool() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_pool)  # threads do not survive a fork
-
-
-# ---- memory -------------------------------------------------------------------------------------------------
-
-# glibc serves requests up to 32 MiB from its heap, which keeps freed memory; beyond that every tensor is a new mapping
-# whose pages fault one by one on first touch: 15625 faults of 4 KiB for a 4000x4000 f32 image, 31 of 2 MiB.
-HUGE_PAGE_LIMIT = 32 << 20
-_HUGE_PAGE = 2 << 20
-
-
-def advise_huge(tensor: torch.Tensor) -> torch.Tensor:
-    """Ask for huge pages behind a large CPU tensor that has not been written yet; returns the tensor.
-
-    Only a hint: where the system has no such pages, nothing happens.
-    """
-    size = tensor.numel() * tensor.element_size()
-    if size >= HUGE_PAGE_LIMIT and (madvise := _madvise()) is not None:
-        start = tensor.data_ptr()
-        first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
-        last = (start + size) // _HUGE_PAGE * _HUGE_PAGE
-        if last > first:
-            madvise(first, last - first, mmap.MADV_HUGEPAGE)
-    return tensor
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    function.restype = ctypes.c_int
-    return function
 
 
 # ---- machine ------------------------------------------------------------------------------------------------
