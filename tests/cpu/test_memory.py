@@ -17,7 +17,7 @@ from openconv.cpu.memory import LARGE, kept_bytes, large_tensor
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux alone has the mappings")
 
-SIDE = 2900  # of an f32 image just above LARGE
+SIDE = 1800  # of an f32 image just above LARGE
 COUNT = LARGE // 4
 
 
@@ -82,17 +82,27 @@ def test_memory_waits_for_its_last_user(alias):
     assert vector().data_ptr() == address
 
 
-def test_a_block_serves_results_of_its_own_size_alone():
-    vector()
-    assert kept_bytes() == LARGE + (2 << 20)
-    larger = vector(2 * COUNT)
-    assert kept_bytes() == LARGE + (2 << 20)
-    del larger
-    assert kept_bytes() == 3 * LARGE + (4 << 20)
+@pytest.mark.parametrize(("count", "fits"), [(4 * COUNT, False), (3 * COUNT, True), (2 * COUNT, True), (COUNT, False)])
+def test_a_block_serves_results_down_to_half_its_size(count, fits):
+    block = vector(3 * COUNT)
+    address = block.data_ptr()
+    del block
+    assert kept_bytes() == 3 * LARGE + (2 << 20)
+    tensor = vector(count)
+    assert (tensor.data_ptr() == address) is fits
+    assert (kept_bytes() == 0) is fits
+    assert tensor.untyped_storage().nbytes() == 4 * count
+
+
+def test_of_several_blocks_the_smallest_that_fits_is_taken():
+    large, small = vector(2 * COUNT), vector(COUNT)
+    address = small.data_ptr()
+    del small, large
+    assert vector(COUNT).data_ptr() == address
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    vectors = [vector() for _ in range(12)]
+    vectors = [vector() for _ in range(24)]
     last = vectors[-1].data_ptr()
     while vectors:
         vectors.pop(0)

@@ -1,11 +1,12 @@
-"""Where large results live: on huge pages, and kept for the next result of their size when they are freed.
+"""Where large results live: on huge pages, and kept for the next one of about their size when they are freed.
 
-glibc serves requests up to 32 MiB from its heap, which keeps freed memory. Beyond that every tensor is a new mapping:
-the system finds its pages, clears them on first touch, and takes them back when it is freed. A 4000x4000 image in f32
-has 15625 pages of 4 KiB, or 31 of 2 MiB; even with the large ones a 3x3 filter spends half of its time so (10.8 ms,
-against 5.3 on memory that was there before; two AVX2 cores). Therefore results from that size on have mappings of our
-own, advised to use huge pages, and up to `OPENCONV_KEEP_MB` (256) megabytes of freed ones wait for the next result of
-the same size, as freed blocks of a GPU's memory do in PyTorch.
+The system finds and clears the pages of new memory on first touch, and glibc makes new memory of every request beyond
+32 MiB. A 4000x4000 image in f32 has 15625 pages of 4 KiB, or 31 of 2 MiB; even with the large ones a 3x3 filter spends
+half of its time so (10.8 ms, against 5.3 on memory that was there before; two AVX2 cores). Smaller requests come from
+glibc's heap, which keeps freed memory unless it lies at the end: depthwise 3x3 on 8x144x56x56 then takes 2.8 or 6.6 ms,
+as other tensors happen to lie. Therefore results from 12 MiB on have mappings of our own, advised to use huge pages,
+and up to `OPENCONV_KEEP_MB` (256) megabytes of freed ones wait for the next result of that size or down to half of it,
+as freed blocks of a GPU's memory do in PyTorch. Below that the heap is as good, and its memory is warm in the cache.
 
 What waits is lent, not held: it is marked as free, so that the system may take the pages whenever it is short of them.
 `openconv.empty_cache()` gives everything back at once, and `OPENCONV_KEEP_MB=0` keeps nothing.
@@ -23,41 +24,49 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = ["LARGE", "empty_cache", "kept_bytes", "large_tensor", "most_kept_bytes"]
 
-LARGE = 32 << 20  # bytes: glibc's largest request that it serves from its heap
+LARGE = 12 << 20  # bytes
 _PAGE = 2 << 20
 
-_kept: list[mmap.mmap] = []
+
+class _Block(NamedTuple):
+    """A mapping and its first address, counted from its start, that is a multiple of a huge page."""
+
+    mapping: mmap.mmap
+    start: int
+
+
+_kept: list[_Block] = []
 
 
 def large_tensor(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised CPU tensor that fills its memory, for results of `LARGE` bytes and more."""
     size, most = prod(shape) * dtype.itemsize, most_kept_bytes()
-    mapping = _take(-(-size // _PAGE) * _PAGE + _PAGE)
-    if mapping is None:
+    block = _take(-(-size // _PAGE) * _PAGE + _PAGE)
+    if block is None:
         return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _PAGE
-    view = memoryview(mapping)[start : start + size]
+    view = memoryview(block.mapping)[block.start : block.start + size]
     storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()  # holds the view for as long as it lives
-    weakref.finalize(view, _put, mapping, most).atexit = False
+    weakref.finalize(view, _put, block, most).atexit = False
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), tuple(strides))
 
 
-def _take(length: int) -> mmap.mmap | None:
-    """A mapping that waits, the last freed first, or a new one; None where there are none of this kind (not Linux) or
-    memory runs out, for which torch has its own words."""
+def _take(length: int) -> _Block | None:
+    """The smallest block that waits and fits, the last freed of several, or a new one; None where there are no such
+    blocks (not Linux) or memory runs out, for which torch has its own words."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
-    for mapping in reversed(tuple(_kept)):
-        if len(mapping) == length:
-            with suppress(ValueError):  # another thread was quicker
-                _kept.remove(mapping)
-                return mapping
+    fitting = [block for block in reversed(tuple(_kept)) if length <= len(block.mapping) <= 2 * length]
+    for block in sorted(fitting, key=lambda block: len(block.mapping)):
+        with suppress(ValueError):  # another thread was quicker
+            _kept.remove(block)
+            return block
     try:
         mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:
@@ -65,17 +74,17 @@ def _take(length: int) -> mmap.mmap | None:
         return None
     with suppress(OSError):  # a system without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
+    return _Block(mapping, -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _PAGE)
 
 
-def _put(mapping: mmap.mmap, most: int) -> None:
-    """Let a mapping wait, unless there is no room. Runs wherever the last tensor on it dies, inside of any other code:
+def _put(block: _Block, most: int) -> None:
+    """Let a block wait, unless there is no room. Runs wherever the last tensor on it dies, inside of any other code:
     hence no lock, only list methods that are whole by themselves."""
-    if len(mapping) > most:
+    if len(block.mapping) > most:
         return
     with suppress(OSError):  # a system that cannot take single pages back
-        mapping.madvise(mmap.MADV_FREE)
-    _kept.append(mapping)
+        block.mapping.madvise(mmap.MADV_FREE)
+    _kept.append(block)
     while kept_bytes() > most:
         del _kept[:1]
 
@@ -90,7 +99,7 @@ def most_kept_bytes() -> int:
 
 def kept_bytes() -> int:
     """How much freed memory waits now."""
-    return sum(map(len, tuple(_kept)))
+    return sum(len(block.mapping) for block in tuple(_kept))
 
 
 def empty_cache() -> None:
