@@ -119,7 +119,7 @@ def render() -> dict[Path, str]:
         "# Results\n\nGenerated from `benchmarks/results` by `make docs`. `x torch` is torch's time over ours, both in "
         "one process; `regret` the time of the chosen engine over that of the fastest. Times are medians of repeated "
         "calls as a program makes them, results allocated by the call: from the second call on, openconv's results of "
-        "12 MiB and more lie in memory that an earlier one has left, while torch asks the system for new pages. A first "
+        "12 MiB and more lie in memory that an earlier one has left, while torch asks for new pages. A first "
         "call takes longer: a 3x3 filter of 4000x4000 about twice as long.\n"
     )
     long = [head]
