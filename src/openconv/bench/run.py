@@ -1,8 +1,8 @@
 """Measure one problem: every engine that accepts it and every peer that takes it, verified, then timed in turn.
 
-Records are made with a second process for verifying (`verifier`). A float64 reference leaves large holes in the heap,
-and a peer's next buffer falls into one: torch's 5x5 filter of 1024x2048 then takes 15 ms, rather than the 33 of a
-program that only filters, because the pages of the hole are already there.
+Records are made with a second process for verifying (`verifier`). After a float64 reference in the same process torch's
+5x5 filter of 1024x2048 takes 15 ms, rather than the 33 of a program that only filters: the reference seems to leave
+holes in the heap, whose pages are already there, and torch's buffers to fall into them.
 """
 
 from __future__ import annotations
