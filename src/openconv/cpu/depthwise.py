@@ -47,6 +47,7 @@ from .runtime import Kernel, kernel, launch
 from .simd import (
     LANE_BYTES,
     argument,
+    block_of,
     emit_fma,
     emit_load,
     emit_offset,
@@ -75,7 +76,6 @@ from .simd import (
     thread_index,
     transpose,
     unpack,
-    vector_of,
     zero,
 )
 
@@ -661,14 +661,13 @@ def load_narrow(typingctx, dtype, count, address, pitch, rows):
 
     The last of `rows` stands in for those behind it.
     """
-    vector = vector_of(dtype)
-    if vector is None:
+    block = block_of(dtype, count)
+    if block is None:
         return None
-    block = types.UniTuple(vector, count.literal_value)
 
     def codegen(context, builder, signature, args):
         _, _, address_, pitch_, rows_ = args
-        kind, wide = context.get_value_type(vector), ir.VectorType(ir.DoubleType(), vector.count)
+        kind, wide = context.get_value_type(block.dtype), ir.VectorType(ir.DoubleType(), block.dtype.count)
         places = [emit_row(builder, address_, pitch_, rows_, i) for i in range(block.count)]
         values = [emit_load(builder, wide, place) for place in places]
         return pack(builder, [v if wide == kind else builder.fptrunc(v, kind) for v in values])
@@ -686,23 +685,29 @@ def field(table, index):
 
 
 @inline
+def _turn(T, L, SIZE, to, src, lane, valid, count):
+    """to[pixel][lane] = src[plane][pixel], in squares of L planes by L pixels, the last one over its neighbour."""
+    V, at = L * SIZE, 0
+    if count < L:
+        square = transpose(load_block_clipped(T, L, src, lane, valid, count))
+        store_block_clipped(square, to, V, count, L)
+    while at < count and count >= L:
+        at = min(at, count - L)
+        square = transpose(load_block_clipped(T, L, src + at * SIZE, lane, valid, L))
+        store_block(square, to + at * V, V)
+        at += L
+
+
+@inline
 def _gather(T, L, SIZE, to, to_pitch, plain, src, row_bytes, pixel, lane, k, div, valid, rows, cols):
     """to[row][column][lane] = src[row][column][channel], the lane's channel being (k + lane) / div.
 
     src is where channel k / div begins, row_bytes, pixel and lane are its strides. Only `valid` lanes exist.
     """
     V = L * SIZE
-    if pixel == SIZE and div == 1:  # squares of L planes by L pixels are turned
+    if pixel == SIZE and div == 1:
         if cols < L and row_bytes == cols * SIZE:  # through rows, as narrow ones would fill a square badly
-            count, at = rows * cols, 0
-            if count < L:
-                square = transpose(load_block_clipped(T, L, src, lane, valid, count))
-                store_block_clipped(square, plain, V, count, L)
-            while at < count and count >= L:
-                at = min(at, count - L)
-                square = transpose(load_block_clipped(T, L, src + at * SIZE, lane, valid, L))
-                store_block(square, plain + at * V, V)
-                at += L
+            _turn(T, L, SIZE, plain, src, lane, valid, rows * cols)
             for _ in range(rows):
                 for j in range(cols):
                     store(to + j * V, load(T, plain + j * V))
@@ -710,15 +715,7 @@ def _gather(T, L, SIZE, to, to_pitch, plain, src, row_bytes, pixel, lane, k, div
                 to += to_pitch
         else:
             for _ in range(rows):
-                at = 0
-                if cols < L:
-                    square = transpose(load_block_clipped(T, L, src, lane, valid, cols))
-                    store_block_clipped(square, to, V, cols, L)
-                while at < cols and cols >= L:
-                    at = min(at, cols - L)
-                    square = transpose(load_block_clipped(T, L, src + at * SIZE, lane, valid, L))
-                    store_block(square, to + at * V, V)
-                    at += L
+                _turn(T, L, SIZE, to, src, lane, valid, cols)
                 src += row_bytes
                 to += to_pitch
     else:

@@ -55,6 +55,7 @@ __all__ = [
     "add",
     "argument",
     "atomic_add",
+    "block_of",
     "broadcast",
     "broadcast_strided",
     "emit_clip_mask",
@@ -98,7 +99,6 @@ __all__ = [
     "thread_index",
     "transpose",
     "unpack",
-    "vector_of",
     "zero",
 ]
 
@@ -154,6 +154,13 @@ def vector_of(token: types.Type) -> Vector | None:
     if isinstance(token, types.NumberClass) and dtype in (types.float32, types.float64):
         return Vector(dtype, LANE_BYTES * 8 // dtype.bitwidth)
     return None
+
+
+def block_of(token: types.Type, count: types.Type) -> types.UniTuple | None:
+    """The type of `count` (a literal) such vectors."""
+    vector = vector_of(token)
+    literal = isinstance(count, types.IntegerLiteral)
+    return types.UniTuple(vector, count.literal_value) if vector is not None and literal else None
 
 
 def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type) -> ir.Value:
@@ -505,16 +512,15 @@ def fill(typingctx, count, value):
 @intrinsic(prefer_literal=True)
 def broadcast_strided(typingctx, dtype, count, address, stride):
     """broadcast_strided(T, n, address, stride) -> tuple: the i-th vector holds the scalar at address + i * stride."""
-    vector = vector_of(dtype)
-    if vector is None or not isinstance(count, types.IntegerLiteral):
+    block = block_of(dtype, count)
+    if block is None:
         return None
-    block = types.UniTuple(vector, count.literal_value)
 
     def codegen(context, builder, signature, args):
         _, _, address_, stride_ = args
-        scalar = context.get_value_type(vector.dtype)
+        scalar = context.get_value_type(block.dtype.dtype)
         places = emit_rows(builder, address_, stride_, block.count)
-        return pack(builder, [emit_splat(builder, emit_load(builder, scalar, p), vector.count) for p in places])
+        return pack(builder, [emit_splat(builder, emit_load(builder, scalar, p), block.dtype.count) for p in places])
 
     return block(dtype, count, types.int64, types.int64), codegen
 
@@ -522,13 +528,12 @@ def broadcast_strided(typingctx, dtype, count, address, stride):
 @intrinsic(prefer_literal=True)
 def load_block(typingctx, dtype, count, address, pitch):
     """load_block(T, n, address, pitch) -> tuple: vector i lies at address + i * pitch."""
-    vector = vector_of(dtype)
-    if vector is None or not isinstance(count, types.IntegerLiteral):
+    block = block_of(dtype, count)
+    if block is None:
         return None
-    block = types.UniTuple(vector, count.literal_value)
 
     def codegen(context, builder, signature, args):
-        kind = context.get_value_type(vector)
+        kind = context.get_value_type(block.dtype)
         return pack(builder, [emit_load(builder, kind, p) for p in emit_rows(builder, args[2], args[3], block.count)])
 
     return block(dtype, count, types.int64, types.int64), codegen
@@ -544,15 +549,14 @@ def emit_row(builder: ir.IRBuilder, address: ir.Value, pitch: ir.Value, rows: ir
 @intrinsic(prefer_literal=True)
 def load_block_clipped(typingctx, dtype, count, address, pitch, rows, limit):
     """load_block, of the first `limit` lanes, zero in the others; the last of `rows` stands in for those behind it."""
-    vector = vector_of(dtype)
-    if vector is None or not isinstance(count, types.IntegerLiteral):
+    block = block_of(dtype, count)
+    if block is None:
         return None
-    block = types.UniTuple(vector, count.literal_value)
 
     def codegen(context, builder, signature, args):
         _, _, address_, pitch_, rows_, limit_ = args
-        kind = context.get_value_type(vector)
-        mask = emit_clip_mask(builder, ir.Constant(_I64, 0), limit_, vector.count)
+        kind = context.get_value_type(block.dtype)
+        mask = emit_clip_mask(builder, ir.Constant(_I64, 0), limit_, block.dtype.count)
         places = [emit_row(builder, address_, pitch_, rows_, i) for i in range(block.count)]
         return pack(builder, [emit_masked_load(builder, kind, place, mask) for place in places])
 
