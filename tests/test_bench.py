@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from openconv.bench import report, run
 from openconv.bench.__main__ import app, table
 from openconv.bench.peers import PEERS, OpenCV, Torch
-from openconv.bench.results import Record, read, write
+from openconv.bench.results import Record, device_slug, environment, read, write
 from openconv.bench.suites import load_suite, suite_names, variants
 from openconv.bench.timing import Timing, race
 from openconv.cpu.device import cpu_device
@@ -122,11 +123,29 @@ def test_tables_keep_losses_and_wrong_choices():
     assert "| 0.50 | 2.00 |" in report.details(records)
 
 
+def test_records_without_kept_memory_have_a_place_and_a_title_of_their_own(monkeypatch):
+    device = cpu_device(2)
+    kept = device_slug(device)
+    monkeypatch.setenv("OPENCONV_KEEP_MB", "0")
+    assert device_slug(device) == kept + "-new-memory"
+    made = dataclasses.replace(record(str(TINY)), machine=environment(device))
+    assert report._machine([made]).endswith(", every result on new memory")
+    assert "memory" not in report._machine([record(str(TINY))])
+
+
 def test_the_command_prints_a_table_and_refuses_what_it_does_not_know(tmp_path):
     done = CliRunner().invoke(app, [str(TINY), "--budget", "0.001", "--out", str(tmp_path), "--tag", "x"])
     assert done.exit_code == 0, done.output
     assert "x torch" in done.output
     assert len(read(tmp_path / "given-x.jsonl")) == 1
+    for arguments, words in (
+        (["overhead", "--engine", "cpu.nothing"], "there is no engine 'cpu.nothing'; wanted one of"),
+        ([str(TINY), "--engine", "cpu.gemm_1x1"], "cpu.gemm_1x1: filter is"),
+        ([str(TINY.with_(n=4000)), "--engine", "cpu.naive"], "products; at most 1000000 are timed"),
+    ):
+        done = CliRunner().invoke(app, [*arguments, "--no-record"])
+        assert words in " ".join(done.output.split())
+        assert done.exit_code == (2 if "nothing" in words else 0)
     refused = CliRunner().invoke(app, ["nothing", "--no-record"])
     assert refused.exit_code == 2
     assert "no suite 'nothing'" in refused.output

@@ -127,7 +127,7 @@ def _huge_pages() -> Finding:
     if mode in ("always", "madvise"):
         return Finding("CPU", "huge pages", f"{mode}: large results use them")
     return Finding("CPU", "huge pages", mode or "off", NOTE,
-                   "results of 12 MiB and more fault in small pages; as root: "
+                   f"results of {_binary(memory.LARGE)} and more fault in small pages; as root: "
                    "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled")  # fmt: skip
 
 

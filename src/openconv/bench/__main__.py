@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ..engine import UnsupportedProblem, engine_named
 from ..plan import device_of
 from ..problem import Problem
 from .results import Record, device_slug, geometric_mean, results_folder, write
@@ -56,6 +57,8 @@ def bench(
     device = device_of(torch.device("cpu"))
     console.print(f"{device}, {torch.backends.cpu.get_cpu_capability()}")
     try:
+        for name in engine or []:
+            engine_named(name)
         jobs = list(_jobs(what or [], batch or [], direction or [], layout or [], dtype or []))
     except ValueError as error:
         console.print(f"[red]{error}")
@@ -65,17 +68,19 @@ def bench(
         task = progress.add_task("measuring", total=len(jobs))
         for suite, label, problem in jobs:
             progress.update(task, description=f"{suite} {label}")
-            records.setdefault(suite, []).append(
-                measure(suite, label, problem, device, engines=engine or (), budget=budget, verifying=verifying)
-            )
+            try:
+                found = measure(suite, label, problem, device, engines=engine or (), budget=budget, verifying=verifying)
+                records.setdefault(suite, []).append(found)
+            except UnsupportedProblem as refused:  # by the engines that were asked for
+                progress.console.print(f"[yellow]{label}: {refused}")
             progress.advance(task)
-    for suite, found in records.items():
-        console.print(table(suite, found))
+    for suite, measured in records.items():
+        console.print(table(suite, measured))
         if record:
             path = (out or results_folder() / device_slug(device)) / f"{suite}{tag and '-'}{tag}.jsonl"
-            write(path, found)
-            console.print(f"recorded {len(found)} problems in {path}")
-    if any(r.wrong for found in records.values() for r in found):
+            write(path, measured)
+            console.print(f"recorded {len(measured)} problems in {path}")
+    if any(r.wrong for measured in records.values() for r in measured):
         raise typer.Exit(1)
 
 

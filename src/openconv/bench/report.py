@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from ..cpu.memory import LARGE
 from ..files import write_atomic
 from .results import Record, geometric_mean, read, results_folder
 
@@ -97,7 +98,8 @@ def details(records: Sequence[Record]) -> str:
 
 def _machine(records: Sequence[Record]) -> str:
     machine = records[0].machine
-    return f"{machine['device']}, {machine['isa']}, {machine['threads']} threads, torch {machine['torch']}"
+    memory = "" if machine.get("kept_bytes", 1) else ", every result on new memory"
+    return f"{machine['device']}, {machine['isa']}, {machine['threads']} threads, torch {machine['torch']}{memory}"
 
 
 def replace_part(text: str, name: str, content: str) -> str:
@@ -118,9 +120,9 @@ def render() -> dict[Path, str]:
     head = (
         "# Results\n\nGenerated from `benchmarks/results` by `make docs`. `x torch` is torch's time over ours, both in "
         "one process; `regret` the time of the chosen engine over that of the fastest. Times are medians of repeated "
-        "calls as a program makes them, results allocated by the call: from the second call on, openconv's results of "
-        "12 MiB and more lie in memory that an earlier one has left, while torch asks for new pages. A first "
-        "call takes longer: a 3x3 filter of 4000x4000 about twice as long.\n"
+        f"calls, each of which allocates its result: openconv's results of {LARGE >> 20} MiB and more then lie in "
+        "memory that an earlier one has left, while torch asks for new pages. What a first call takes is under "
+        '"every result on new memory".\n'
     )
     long = [head]
     for records in filter(None, folders.values()):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..cpu.memory import most_kept_bytes
 from ..device import Device
 from ..files import write_atomic
 from ..problem import Problem
@@ -72,13 +73,15 @@ def environment(device: Device) -> dict[str, Any]:
         "openconv": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "kept_bytes": most_kept_bytes(),
     }
 
 
 def device_slug(device: Device) -> str:
-    """Folder name for a device: its kind, model, vector instructions and threads."""
+    """Folder name for a device: its kind, model, vector instructions and threads, and whether memory is kept."""
     isa = torch.backends.cpu.get_cpu_capability().lower() if device.kind == "cpu" else ""
     text = f"{device.kind} {re.sub(r'[(][^)]*[)]|Processor|CPU|@', ' ', device.name)} {isa} {device.threads}t"
+    text += "" if most_kept_bytes() else " new-memory"
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 

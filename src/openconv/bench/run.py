@@ -18,6 +18,7 @@ import torch
 
 from .. import functional
 from ..device import Device
+from ..engine import UnsupportedProblem
 from ..plan import lower, plan_for
 from ..problem import Problem
 from ..reference import Inputs, allowed_error, error_of, random_inputs
@@ -49,12 +50,20 @@ def measure(
     suite: str, label: str, problem: Problem, device: Device, *, engines: Sequence[str] = (),
     peers: Sequence[Peer] = PEERS, budget: float = 1.0, verifying: Executor | None = None,
 ) -> Record:  # fmt: skip
-    """Verify, by the executor if there is one, and time. A wrong engine is named in ``wrong`` and not timed."""
+    """Verify, by the executor if there is one, and time. A wrong engine is named in ``wrong`` and not timed.
+
+    UnsupportedProblem if none of ``engines`` takes it.
+    """
     with torch.no_grad():
-        accepted, _ = rank(lower(problem, device), device, Policy())
+        accepted, refusals = rank(lower(problem, device), device, Policy())
         candidates = [c for c in accepted if not engines or c.engine.name in engines]
         if problem.macs > _NAIVE_LIMIT:
             candidates = [c for c in candidates if c.engine.name != "cpu.naive"]
+        if not candidates:
+            reasons = {r.engine.name: list(r.reasons) for r in refusals if r.engine.name in engines}
+            if "cpu.naive" in engines:
+                reasons["cpu.naive"] = [f"{problem.macs} products; at most {_NAIVE_LIMIT} are timed"]
+            raise UnsupportedProblem(problem, reasons)
         names = [c.engine.name for c in candidates]
         forced = [name if c is not accepted[0] else None for c, name in zip(candidates, names, strict=True)]
         check = functools.partial(verify, problem, device, forced)
