@@ -121,7 +121,7 @@ def render() -> dict[Path, str]:
         "# Results\n\nGenerated from `benchmarks/results` by `make docs`. `x torch` is torch's time over ours, both in "
         "one process; `regret` the time of the chosen engine over that of the fastest. Times are medians of repeated "
         f"calls, each of which allocates its result: openconv's results of {LARGE >> 20} MiB and more then lie in "
-        "memory that an earlier one has left, while torch asks for new pages. What a first call takes is under "
+        "memory that an earlier one has left, while torch asks for new pages. The first of its size does not: see "
         '"every result on new memory".\n'
     )
     long = [head]

@@ -2,7 +2,7 @@
 
 The system finds and clears the pages of new memory on first touch, and glibc makes new memory of every request beyond
 32 MiB. A 4000x4000 image in f32 has 15625 pages of 4 KiB, or 31 of 2 MiB; even with the large ones a 3x3 filter spends
-half of its time so (10.8 ms, against 5.3 on memory that was there before; two AVX2 cores). Smaller requests come from
+half of its time so (12.9 ms, against 5.7 on memory that was there before; two AVX2 cores). Smaller requests come from
 glibc's heap, which keeps freed memory unless it lies at the end: depthwise 3x3 on 8x144x56x56 then takes 2.8 or 6.6 ms,
 as other tensors happen to lie. Therefore results from 12 MiB on have mappings of our own, advised to use huge pages,
 and up to `OPENCONV_KEEP_MB` (256) megabytes of freed ones wait for the next result of that size or down to half of it,
