@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Choices that depend on nothing but the problem: what was measured on this machine, or is shipped for it, is left out
+# unless a test asks for it, and nothing is written into the user's own database. openconv reads this when imported.
+os.environ["OPENCONV_TUNING"] = "off"
+os.environ["OPENCONV_TUNING_FILE"] = str(Path(tempfile.gettempdir()) / f"openconv-tests-{os.getpid()}" / "tuning.json")
 
 # The same examples in every run, and no deadline: the first example of a kernel pays for its compilation. Without
 # --hypothesis-profile a plain `pytest` gets "ci" as well; "random" looks elsewhere each time and prints the seed.

@@ -442,7 +442,7 @@ def test_describing_and_choosing_need_neither_torch_nor_numba():
 
 
 def test_import_reads_the_environment_and_compiles_nothing():
-    """OPENCONV_ENGINE names an engine; the engines, and Numba with them, are imported by the first choice only."""
+    """OPENCONV_ENGINE names an engine, OPENCONV_TUNING a mode; engines, and Numba, are imported by the first choice."""
     done = run_python(
         """
         import sys
@@ -452,5 +452,6 @@ def test_import_reads_the_environment_and_compiles_nothing():
         print("numba" in sys.modules, "openconv.cpu.naive" in sys.modules)
         """,
         OPENCONV_ENGINE="cpu.naive",
+        OPENCONV_TUNING="measure",
     )
-    assert done.stdout.splitlines() == ["engine=cpu.naive", "False False"], done.stderr
+    assert done.stdout.splitlines() == ["engine=cpu.naive;tuning=measure", "False False"], done.stderr

@@ -8,7 +8,8 @@ from .explanation import Explanation, explain
 from .functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
 from .nn import convert, patch
 from .problem import Problem
-from .select import Policy, policy
+from .select import Policy, policy, tuning
+from .tuner import tune
 
 __version__ = "0.1.0"
 
@@ -31,4 +32,6 @@ __all__ = [
     "nn",
     "patch",
     "policy",
+    "tune",
+    "tuning",
 ]

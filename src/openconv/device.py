@@ -6,6 +6,7 @@ relative to each other rather than to the last percent: a choice among engines c
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 __all__ = ["Device"]
@@ -27,6 +28,14 @@ class Device:
     cache_bytes: int = 1 << 20
     flops: float = 100e9
     bandwidth: float = 20e9
+
+    @property
+    def key(self) -> str:
+        """The kind of device that a measurement holds for: ``cpu intel xeon, 16 lanes, 2 threads``. Clock rates and
+        trade marks are left out, since they do not change which engine is the fastest."""
+        words = re.sub(r"[(][^)]*[)]|@.*|\b(?:Processor|CPU)\b", " ", self.name).lower().split()
+        model = " ".join([self.kind, *words])
+        return f"{model}, {self.lanes} lanes, {self.threads} threads" if self.kind == "cpu" else model
 
     def __str__(self) -> str:
         threads = f"{self.threads} thread{'s' * (self.threads != 1)}"

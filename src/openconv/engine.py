@@ -9,12 +9,15 @@ Adding an engine is one file and one line in :data:`ENGINES`.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar
 
 from .device import Device
@@ -108,6 +111,31 @@ class Engine(ABC):
     def source(self) -> str:
         """The file to read."""
         return inspect.getsourcefile(type(self)) or "?"
+
+    @property
+    def version(self) -> str:
+        """A digest of the code that runs: its file and those beside it that it imports, without comments, docstrings
+        and the cost model. A measured time holds for one version."""
+        return _code_digest(self.source)
+
+
+_PROSE = re.compile(
+    r'^\s*"""(?:.*?)"""|^\s*#[^\n]*|[ \t]+# [^\n]*|^    def cost\(.*?(?=^    def )', re.DOTALL | re.MULTILINE
+)
+
+
+@cache
+def _code_digest(source: str) -> str:
+    """Digest of a module's code and of the modules beside it that it reaches."""
+    texts: dict[str, str] = {}
+    wanted = [Path(source)]
+    while wanted:
+        path = wanted.pop()
+        if path.name not in texts and path.is_file():
+            texts[path.name] = text = path.read_text()
+            wanted += [path.parent / f"{name}.py" for name in re.findall(r"^from \.(\w+) import", text, re.MULTILINE)]
+    code = [(name, re.sub(r"\n\s*\n", "\n", _PROSE.sub("", texts[name]))) for name in sorted(texts)]
+    return hashlib.sha256(repr(code).encode()).hexdigest()[:12]
 
 
 class UnsupportedProblem(RuntimeError):

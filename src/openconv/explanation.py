@@ -64,12 +64,19 @@ class Facts:
 
 @dataclass(frozen=True)
 class CandidateReport:
-    """An engine that takes the problem. ``roofline`` is the floor's share of the measured, else the predicted time;
-    ``error`` and ``error_bound`` are shares of sum(|x|*|w|), the cast to the result's dtype included."""
+    """An engine that takes the problem.
+
+    ``measured`` is the time of this explanation's own run, else that of the tuning database; ``expected`` is what the
+    choice went by: the database's time, the prediction scaled by what a neighbour was measured to take, or the
+    prediction; ``basis`` says which of these: ``database``, ``neighbour`` or ``heuristic``. ``roofline`` is the floor's
+    share of the measured, else of the expected time; ``error`` and ``error_bound`` are shares of sum(|x|*|w|), the cast
+    to the result's dtype included."""
 
     name: str
     summary: str
     predicted: float
+    expected: float
+    basis: str
     measured: float | None
     roofline: float
     workspace: int
@@ -109,6 +116,8 @@ class Explanation:
     candidates: tuple[CandidateReport, ...]
     refusals: tuple[RefusalReport, ...]
     why: str
+    basis: str = "heuristic"
+    """Where the choice came from: ``database``, ``neighbour``, ``heuristic``, or ``engine`` where one was asked for."""
 
     @property
     def winner(self) -> CandidateReport | None:
@@ -132,6 +141,7 @@ class Explanation:
             "steps": list(self.steps),
             "winner": self.winner.name if self.winner else None,
             "why": self.why,
+            "basis": self.basis,
             "candidates": [asdict(c) for c in self.candidates],
             "refusals": [{"name": r.name, "reasons": list(r.reasons)} for r in self.refusals],
         }
@@ -352,7 +362,8 @@ def _explain(call: _Call, device: Device, place: torch.device, policy: Policy, b
         steps = (*call.before, *_copies(call, core, planned), *planned, *call.after)
     timed = _measure(problem, device, place, policy, accepted, budget) if budget else {}
     candidates = tuple(_report(c, problem, facts, *timed.get(c.engine.name, (None, None, ""))) for c in accepted)
-    return Explanation(problem, core, device, policy, facts, steps, candidates, refusals, why)
+    basis = "engine" if policy.engine else accepted[0].source if accepted else "heuristic"
+    return Explanation(problem, core, device, policy, facts, steps, candidates, refusals, why, basis)
 
 
 def _facts(problem: Problem, device: Device) -> Facts:
@@ -389,15 +400,21 @@ def _why(accepted: list[Candidate], refused: Sequence[Any], policy: Policy) -> s
         return f"engine={policy.engine} asks for it"
     if len(accepted) == 1:
         return f"the only engine that accepts; {len(refused)} refused" if refused else "the only engine"
-    return f"the cheapest prediction among {len(accepted)} engines that accept; {len(refused)} refused"
+    those = f"{len(accepted)} engines that accept; {len(refused)} refused"
+    if (known := accepted[0].known) is None:
+        return f"the cheapest prediction among {those}"
+    if known.distance:
+        return f"the quickest of {those}, by predictions scaled as its {known} was measured"
+    return f"measured to be the quickest of {those}: {known}"
 
 
 def _report(candidate: Candidate, problem: Problem, facts: Facts, measured: float | None, error: float | None,
             note: str) -> CandidateReport:  # fmt: skip
     engine, traits = candidate.engine, candidate.traits
     return CandidateReport(
-        name=engine.name, summary=engine.summary, predicted=candidate.cost, measured=measured,
-        roofline=facts.floor / (measured or candidate.cost or facts.floor), workspace=candidate.workspace,
+        name=engine.name, summary=engine.summary, predicted=candidate.cost, expected=candidate.expected,
+        basis=candidate.source, measured=measured or candidate.measured,
+        roofline=facts.floor / (measured or candidate.expected or facts.floor), workspace=candidate.workspace,
         accumulator=traits.accumulator, deterministic=traits.deterministic, batch_invariant=traits.batch_invariant,
         plain_sum=traits.plain_sum, error_bound=allowed_error(problem, traits), error=error, knobs=str(candidate.knobs),
         source=engine.source, note=note,
@@ -470,6 +487,7 @@ def _render(told: Explanation, width: int) -> Iterator[RenderableType]:
     from rich.text import Text
 
     facts, best = told.facts, told.winner
+    roomy = width >= _ROOMY + 12 * any(c.basis == "neighbour" for c in told.candidates)
     m, n, k, batch = facts.gemm
     head = Table.grid(padding=(0, 2))
     head.add_column(style="dim", no_wrap=True)
@@ -499,8 +517,8 @@ def _render(told: Explanation, width: int) -> Iterator[RenderableType]:
             yield Padding(Text(f"{at}. {step}", style="yellow" if costly else ""), (0, 0, 0, 2))
     if told.candidates:
         yield Text("\ncandidates", style="bold")
-        yield Padding(_candidate_table(told, roomy=width >= _ROOMY), (0, 0, 0, 2))
-    if width < _ROOMY:
+        yield Padding(_candidate_table(told, roomy=roomy), (0, 0, 0, 2))
+    if not roomy:
         for c in told.candidates:
             knobs = "" if c.knobs == "-" else f"; {c.knobs}"
             yield Padding(Text(f"{c.name}: adds in {c.accumulator}, same bits: {_same_bits(c)}{knobs}"), (0, 0, 0, 2))
@@ -532,19 +550,22 @@ def _candidate_table(told: Explanation, *, roomy: bool) -> RenderableType:
     from rich import box
     from rich.table import Table
 
-    measured = told.fastest is not None
+    checked, measured = any(c.error is not None for c in told.candidates), told.fastest is not None
+    scaled = any(c.basis == "neighbour" for c in told.candidates)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim", padding=(0, int(roomy)))
     table.add_column("engine", no_wrap=True)
-    numbers = ["predicted", "measured", "roofline", "workspace", "error", "bound"]
-    for name in numbers if measured else [n for n in numbers if n not in ("measured", "error")]:
+    shown = {"expected": scaled, "measured": measured, "error": checked}
+    numbers = ("predicted", "expected", "measured", "roofline", "workspace", "error", "bound")
+    for name in (n for n in numbers if shown.get(n, True)):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("adds in", "same bits", "knobs") if roomy else ():
         table.add_column(name, no_wrap=name != "knobs", overflow="fold")
     for at, c in enumerate(told.candidates):
         cells = [c.name, seconds_text(c.predicted)]
+        cells += [seconds_text(c.expected)] if scaled else []
         cells += [seconds_text(c.measured) if c.measured is not None else "-"] if measured else []
         cells += [percent_text(c.roofline), bytes_text(c.workspace) if c.workspace else "none"]
-        if measured:
+        if checked:
             wrong = c.error is not None and not c.error <= c.error_bound
             text = "-" if c.error is None else f"{c.error:.1e}"
             cells.append(f"[bold red]{text}[/bold red]" if wrong else text)

@@ -21,7 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .epilogue import ACTIVATIONS, Epilogue
 from .evaluate import activate
-from .plan import Plan, remember
+from .plan import Plan, plan_cache, remember
 from .select import DEFAULT, current_policy
 from .torch_ops import dgrad, fprop, grad_wanted, plain, plan_pass, transforming, undisturbed
 
@@ -189,7 +189,7 @@ def _padding(padding: Size | str, rank: int, taps: Sequence[int], stride: tuple[
 
 # -- the call ----------------------------------------------------------------------------------------------------
 
-_calls: dict[Any, Callable[..., Tensor]] = {}
+_calls: dict[Any, Callable[..., Tensor]] = plan_cache()
 _USUAL = current_policy()
 
 

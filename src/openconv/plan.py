@@ -30,7 +30,17 @@ from .problem import Problem
 from .select import Candidate, Policy, choose
 from .tensors import DTYPES, empty, to_layout
 
-__all__ = ["Plan", "compute_dtype", "device_of", "lower", "make_plan", "plan_for", "remember"]
+__all__ = [
+    "Plan",
+    "compute_dtype",
+    "device_of",
+    "forget_plans",
+    "lower",
+    "make_plan",
+    "plan_cache",
+    "plan_for",
+    "remember",
+]
 
 _COMPUTE = {"f16": "f32", "bf16": "f32", "complex32": "f32", "complex64": "f32", "complex128": "f64"}
 
@@ -39,7 +49,8 @@ def device_of(device: torch.device) -> Device:
     """The Device that stands for a torch device, with the threads torch uses now."""
     if device.type == "cpu":
         return cpu_device(torch.get_num_threads())
-    return Device(kind=device.type, name=str(device))
+    here = device.type == "cuda" and torch.cuda.is_available()
+    return Device(kind=device.type, name=torch.cuda.get_device_name(device) if here else str(device))
 
 
 def compute_dtype(name: str) -> str:
@@ -100,12 +111,12 @@ class Plan:
         return self.call(a, b, operands)
 
 
-def make_plan(problem: Problem, device: Device, policy: Policy) -> Plan:
-    """Choose, build and wire up. UnsupportedProblem if no engine takes it."""
+def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candidate | None = None) -> Plan:
+    """Choose, unless a candidate is given, build and wire up. UnsupportedProblem if no engine takes it."""
     core = lower(problem, device)
     if problem.is_empty:
         return Plan(problem, core, device, policy, None, ("no products: fill with zeros",), _empty_call(problem))
-    candidate = choose(core, device, policy)
+    candidate = candidate or choose(core, device, policy)
     engine = candidate.engine
     runner = engine.build(core, device, candidate.knobs)
     complex_ = problem.dtypes[0].startswith("complex")
@@ -210,10 +221,26 @@ def _empty_call(problem: Problem) -> Any:
     return run
 
 
-_plans: dict[tuple[Problem, Device, Policy], Plan] = {}
 _lock = threading.Lock()
 _MOST = 4096
 _Value = TypeVar("_Value")
+_caches: list[dict[Any, Any]] = []
+
+
+def plan_cache() -> dict[Any, Any]:
+    """A cache of what follows from choices, for use with :func:`remember`: emptied by :func:`forget_plans`."""
+    _caches.append({})
+    return _caches[-1]
+
+
+def forget_plans() -> None:
+    """Have every problem planned anew, as after a change of the tuning database."""
+    with _lock:
+        for cache in _caches:
+            cache.clear()
+
+
+_plans: dict[tuple[Problem, Device, Policy], Plan] = plan_cache()
 
 
 def remember(cache: dict[Any, _Value], key: Any, value: _Value) -> _Value:

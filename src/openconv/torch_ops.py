@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .autotune import tuned_plan
 from .epilogue import IDENTITY, Epilogue
 from .evaluate import activate
-from .plan import Plan, device_of, plan_for, remember
+from .plan import Plan, device_of, plan_cache, remember
 from .problem import Problem, output_size
 from .select import Policy, current_policy
 from .tensors import NAMES, layout_of
@@ -179,7 +180,7 @@ def problem_of(
     )  # fmt: skip
 
 
-_plans: dict[Any, Plan] = {}
+_plans: dict[Any, Plan] = plan_cache()
 _BACKWARD = "backward:"
 
 
@@ -225,7 +226,9 @@ def plan_pass(
             if operand is not None and operand.shape != wanted[name]:
                 seen = f"{name} has shape {tuple(operand.shape)}"
                 raise RuntimeError(f"openconv.{direction}: {seen}; wanted {wanted[name]}")
-        plan = remember(_plans, key, plan_for(problem, device_of(a.device), limits))
+        plan = tuned_plan(problem, device_of(a.device), a.device, limits)
+        if plan.policy == limits:
+            remember(_plans, key, plan)
     return plan
 
 

@@ -1,6 +1,18 @@
 """Which engine, which knobs, and why: pure Python, without torch."""
 
-from .choose import Candidate, Refusal, choose, rank
-from .policy import DEFAULT, Policy, current_policy, policy
+from .choose import Candidate, Refusal, choose, known_of, rank, search
+from .policy import DEFAULT, Policy, current_policy, policy, tuning
 
-__all__ = ["DEFAULT", "Candidate", "Policy", "Refusal", "choose", "current_policy", "policy", "rank"]
+__all__ = [
+    "DEFAULT",
+    "Candidate",
+    "Policy",
+    "Refusal",
+    "choose",
+    "current_policy",
+    "known_of",
+    "policy",
+    "rank",
+    "search",
+    "tuning",
+]

@@ -1,27 +1,57 @@
-"""Choose an engine: the cheapest predicted cost among those that accept, under a policy. Nothing is timed here."""
+"""Choose an engine: the quickest expected among those that accept, under a policy. Nothing is timed here.
+
+What an engine is expected to take is what the tuning database says it took; else what it took for the nearest
+neighbour in the database, scaled by its predictions for the two; else its prediction. Where some engines of a problem
+were measured and others were not, the predictions of the others are scaled by how far off those of the measured ones
+were on average.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..device import Device
 from ..engine import Engine, Traits, UnsupportedProblem, engine_named, engines
 from ..problem import Problem
+from .database import Known, lookup
 from .policy import Policy
 
-__all__ = ["Candidate", "Refusal", "choose", "rank"]
+__all__ = ["Candidate", "Refusal", "choose", "known_of", "rank", "search"]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An engine with knobs that may run the problem."""
+    """An engine with knobs that may run the problem.
+
+    ``cost`` is what it predicts, ``measured`` what the tuning database says, and ``expected`` what the choice goes by,
+    all in seconds; ``known`` is where the measurement came from.
+    """
 
     engine: Engine
     knobs: Any
     cost: float
     workspace: int
     traits: Traits
+    measured: float | None = None
+    scaled: float | None = None
+    known: Known | None = None
+
+    @property
+    def expected(self) -> float:
+        """Seconds that the choice goes by."""
+        if self.measured is not None:
+            return self.measured
+        return self.cost if self.scaled is None else self.scaled
+
+    @property
+    def source(self) -> str:
+        """Where that comes from: ``database``, ``neighbour`` or ``heuristic``."""
+        if self.known is None:
+            return "heuristic"
+        return "neighbour" if self.known.distance else "database"
 
 
 @dataclass(frozen=True)
@@ -33,17 +63,18 @@ class Refusal:
 
 
 def rank(problem: Problem, device: Device, policy: Policy) -> tuple[list[Candidate], list[Refusal]]:
-    """All engines of the device: those that may run, cheapest first, and those that may not."""
+    """All engines of the device: those that may run, quickest first, and those that may not."""
     accepted: list[Candidate] = []
     refused: list[Refusal] = []
-    for engine in engines():
-        if engine.device != device.kind:
-            continue
-        found = _admit(engine, problem, device, policy)
+    known = known_of(problem, device, policy)
+    for engine in _engines_of(device):
+        found = _admit(engine, problem, device, policy, known)
         if isinstance(found, Candidate):
             accepted.append(found)
         else:
             refused.append(found)
+    if known is not None:
+        accepted = _scaled(accepted)
     names = _forced(policy)
     if names:
         order = {name: at for at, name in enumerate(names)}
@@ -51,9 +82,9 @@ def rank(problem: Problem, device: Device, policy: Policy) -> tuple[list[Candida
             refused += [Refusal(c.engine, (f"engine is forced to {policy.engine}",)) for c in accepted
                         if c.engine.name not in order]  # fmt: skip
             accepted = [c for c in accepted if c.engine.name in order]
-        accepted.sort(key=lambda c: (order.get(c.engine.name, len(order)), c.cost))
+        accepted.sort(key=lambda c: (order.get(c.engine.name, len(order)), c.expected))
     else:
-        accepted.sort(key=lambda c: c.cost)
+        accepted.sort(key=lambda c: c.expected)
     return accepted, refused
 
 
@@ -76,26 +107,105 @@ def _forced(policy: Policy) -> list[str]:
     return names
 
 
-def _admit(engine: Engine, problem: Problem, device: Device, policy: Policy) -> Candidate | Refusal:
-    """The engine with its cheapest knobs within the limits, or why there are none.
+def search(problem: Problem, device: Device, policy: Policy) -> list[Candidate]:
+    """Every engine with every set of its knobs that the policy allows, the cheapest prediction first: what a tuner may
+    measure. Of each engine the default knobs come before others of the same prediction."""
+    found: list[Candidate] = []
+    for engine in _engines_of(device):
+        if next(engine.refusals(problem, device), None):
+            continue
+        texts: set[str] = set()
+        for candidate, broken in _settings(engine, problem, device, policy):
+            if not broken and str(candidate.knobs) not in texts:
+                texts.add(str(candidate.knobs))
+                found.append(candidate)
+    if names := _forced(policy):
+        named = [c for c in found if c.engine.name in names]
+        found = named if named or not str(policy.engine).endswith(",") else found
+    return sorted(found, key=lambda c: c.cost)
 
-    The default knobs are tried first and taken if they fit, so that a choice without limits costs O(1).
+
+def known_of(problem: Problem, device: Device, policy: Policy) -> Known | None:
+    """What the tuning databases know that bears on a problem, unless the policy leaves them out."""
+    if policy.tuning == "off":
+        return None
+    return lookup(problem, device, _version_of)
+
+
+def _engines_of(device: Device) -> list[Engine]:
+    return [engine for engine in engines() if engine.device == device.kind]
+
+
+def _version_of(name: str) -> str | None:
+    """The version of an engine's code; None of an engine that is not here."""
+    return next((engine.version for engine in engines() if engine.name == name), None)
+
+
+def _settings(
+    engine: Engine, problem: Problem, device: Device, policy: Policy
+) -> Iterator[tuple[Candidate, tuple[str, ...]]]:
+    """The engine with each set of its knobs, and the limits that it does not keep."""
+    for knobs in engine.knobs(problem, device):
+        traits = engine.traits(problem, knobs)
+        workspace = engine.workspace_bytes(problem, device, knobs)
+        candidate = Candidate(engine, knobs, engine.cost(problem, device, knobs), workspace, traits)
+        yield candidate, tuple(_broken(traits, workspace, policy))
+
+
+def _admit(
+    engine: Engine, problem: Problem, device: Device, policy: Policy, known: Known | None
+) -> Candidate | Refusal:
+    """The engine with its best knobs within the limits, or why there are none.
+
+    Knobs that were measured come first. Of the others the default is taken if it fits, so that a choice without limits
+    costs O(1), else the cheapest.
     """
     reasons = tuple(engine.refusals(problem, device))
     if reasons:
         return Refusal(engine, reasons)
+    if known is not None and (measured := _measured(engine, problem, device, policy, known)):
+        return measured
     first: tuple[str, ...] = ()
     fitting: list[Candidate] = []
-    for at, knobs in enumerate(engine.knobs(problem, device)):
-        traits = engine.traits(problem, knobs)
-        workspace = engine.workspace_bytes(problem, device, knobs)
-        broken = tuple(_broken(traits, workspace, policy))
+    for at, (candidate, broken) in enumerate(_settings(engine, problem, device, policy)):
         if not broken:
-            fitting.append(Candidate(engine, knobs, engine.cost(problem, device, knobs), workspace, traits))
+            fitting.append(candidate)
             if at == 0:
                 break
         first = first or broken
     return min(fitting, key=lambda c: c.cost) if fitting else Refusal(engine, first)
+
+
+def _measured(engine: Engine, problem: Problem, device: Device, policy: Policy, known: Known) -> Candidate | None:
+    """The engine with the quickest knobs that are known and allowed; None if there are none.
+
+    A neighbour's knobs are those at the same place of the engine's list, since their values follow the sizes.
+    """
+    times = known.seconds(engine.name, engine.version)
+    if not times:
+        return None
+    ours = _settings(engine, problem, device, policy)
+    fitting: list[Candidate] = []
+    if known.distance:
+        other = Problem.parse(known.problem)
+        theirs = [(times.get(str(knobs)), engine.cost(other, device, knobs)) for knobs in engine.knobs(other, device)]
+        for (candidate, broken), (took, cost) in zip(ours, theirs, strict=False):
+            if took and not broken:
+                fitting.append(replace(candidate, known=known, scaled=candidate.cost * took / cost))
+    else:
+        for candidate, broken in ours:
+            if (found := times.get(str(candidate.knobs))) and not broken:
+                fitting.append(replace(candidate, known=known, measured=found))
+    return min(fitting, key=lambda c: c.expected, default=None)
+
+
+def _scaled(candidates: list[Candidate]) -> list[Candidate]:
+    """The predictions of what was not measured brought to the scale of what was."""
+    logs = [math.log(c.expected / c.cost) for c in candidates if c.known is not None and c.cost > 0]
+    if not logs:
+        return candidates
+    factor = math.exp(sum(logs) / len(logs))
+    return [c if c.known is not None else replace(c, scaled=c.cost * factor) for c in candidates]
 
 
 def _broken(traits: Traits, workspace: int, policy: Policy) -> list[str]:

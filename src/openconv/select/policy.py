@@ -1,7 +1,8 @@
-"""Policy: what narrows the choice of an engine, given per call, for a block of code, or by the environment."""
+"""Policy: what narrows and informs the choice of an engine, per call, for a block of code, or by the environment."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +12,10 @@ from typing import Any
 
 from ..problem import PRECISIONS
 
-__all__ = ["DEFAULT", "Policy", "current_policy", "policy"]
+__all__ = ["DEFAULT", "TUNINGS", "Policy", "current_policy", "policy", "tuning"]
 
 ACCURACIES = ("default", "strict")
+TUNINGS = ("heuristic", "measure", "off")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,10 @@ class Policy:
     ``max_workspace``: bytes of scratch memory one call may use; None for no limit.
     ``batch_invariant``: the bits of one image's result must not depend on the batch it is in.
     ``deterministic``: the same call gives the same bits.
+    ``tuning``: ``heuristic`` goes by the tuning database, then by its nearest neighbour, then by predictions, and times
+    nothing; ``measure`` times the best candidates of a problem that the database does not know, once, and remembers;
+    ``off`` goes by predictions alone. See :class:`tuning`.
+    ``measure_seconds``: how long measuring one problem may take.
     """
 
     engine: str | None = None
@@ -34,6 +40,8 @@ class Policy:
     max_workspace: int | None = None
     batch_invariant: bool = False
     deterministic: bool = True
+    tuning: str = "heuristic"
+    measure_seconds: float = 0.5
 
     def __post_init__(self) -> None:
         if self.accuracy not in ACCURACIES:
@@ -42,6 +50,10 @@ class Policy:
             raise ValueError(f"precision is {self.precision!r}; wanted one of {', '.join(PRECISIONS)}")
         if self.engine is not None and not isinstance(self.engine, str):
             raise TypeError(f"engine is {self.engine!r}; wanted an engine's name such as 'cpu.naive'")
+        if self.tuning not in TUNINGS:
+            raise ValueError(f"tuning is {self.tuning!r}; wanted one of {', '.join(TUNINGS)}")
+        if not isinstance(self.measure_seconds, int | float) or not 0 < self.measure_seconds < math.inf:
+            raise ValueError(f"measure_seconds is {self.measure_seconds!r}; wanted a number of seconds > 0")
         limit = self.max_workspace
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
             raise ValueError(f"max_workspace is {self.max_workspace!r}; wanted a number of bytes >= 0")
@@ -60,7 +72,8 @@ class Policy:
         """The policy that prints as ``text``."""
         if not text:
             return DEFAULT
-        readers: dict[str, Any] = {"max_workspace": int, "batch_invariant": _flag, "deterministic": _flag}
+        readers: dict[str, Any] = {"max_workspace": int, "batch_invariant": _flag, "deterministic": _flag,
+                                   "measure_seconds": float}  # fmt: skip
         values: dict[str, Any] = {}
         for part in text.split(";"):
             name, _, value = part.partition("=")
@@ -91,14 +104,16 @@ def _flag(text: str) -> bool:
 
 DEFAULT = Policy()
 # The environment is read once: a look at it costs as much as the rest of a plan's key.
-_AT_START = Policy(engine=os.environ.get("OPENCONV_ENGINE") or None)
-_current: ContextVar[Policy] = ContextVar("openconv_policy", default=_AT_START)
+_base = Policy(
+    engine=os.environ.get("OPENCONV_ENGINE") or None, tuning=os.environ.get("OPENCONV_TUNING") or "heuristic"
+)
+_current: ContextVar[Policy | None] = ContextVar("openconv_policy", default=None)
 
 
 def current_policy() -> Policy:
-    """The policy in force: that of the innermost ``with openconv.policy(...)``, else ``OPENCONV_ENGINE`` as it was when
-    openconv was imported."""
-    return _current.get()
+    """The policy in force: that of the innermost ``with openconv.policy(...)``, else that of the process:
+    ``OPENCONV_ENGINE`` and ``OPENCONV_TUNING`` as they were when openconv was imported, and ``openconv.tuning``."""
+    return _current.get() or _base
 
 
 @contextmanager
@@ -110,3 +125,33 @@ def policy(**changes: Any) -> Iterator[Policy]:
         yield new
     finally:
         _current.reset(token)
+
+
+class tuning:
+    """What choices go by: ``openconv.tuning("measure")`` for the whole process, ``with openconv.tuning("off"):`` for a
+    block of code.
+
+    - ``"heuristic"``, the default, times nothing: the tuning database, then its nearest neighbour, then predictions.
+    - ``"measure"`` times the candidates of each new problem at its first call, for ``seconds`` at most (half a second
+      if not given), and remembers the result in the user's database. A step once begun, which may be a compilation, is
+      finished. Nothing is timed while a CUDA graph is captured.
+    - ``"off"`` leaves the database out: predictions alone.
+    """
+
+    def __init__(self, mode: str, *, seconds: float | None = None) -> None:
+        global _base
+        changes: dict[str, Any] = {"tuning": mode} | ({} if seconds is None else {"measure_seconds": seconds})
+        self._process, self._block = _base, _current.get()
+        self._inside = replace(self._block or self._process, **changes)
+        _base = replace(_base, **changes)
+        if self._block is not None:
+            _current.set(self._inside)
+
+    def __enter__(self) -> Policy:
+        global _base
+        _base = self._process  # the block alone is meant, in this thread
+        _current.set(self._inside)
+        return self._inside
+
+    def __exit__(self, *failure: object) -> None:
+        _current.set(self._block)
