@@ -22,7 +22,7 @@ from .evaluate import evaluate
 from .problem import Problem
 from .tensors import DTYPES, to_layout
 
-__all__ = ["Inputs", "Part", "allowed_error", "error_of", "expected", "part_of", "random_inputs"]
+__all__ = ["Inputs", "Part", "Reference", "allowed_error", "error_of", "expected", "part_of", "random_inputs"]
 
 # Half a unit in the last place: what rounding a result to this dtype may add.
 _ROUNDING = {"f32": 2.0**-24, "f64": 2.0**-53, "f16": 2.0**-11, "bf16": 2.0**-8, "complex32": 2.0**-11}
@@ -39,21 +39,21 @@ class Inputs:
 
 def random_inputs(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> Inputs:
     """Normal values, or integers from -3 to 3, in the problem's dtypes and layouts. Operands lie in [-1, 1]: one that
-    multiplies then enlarges no error."""
-    generator = torch.Generator().manual_seed(seed)
+    multiplies then enlarges no error. The values of a seed differ from device to device."""
+    generator = torch.Generator(device).manual_seed(seed)
 
     def values(shape: Sequence[int], dtype: str, layout: str, *, unit: bool = False) -> Tensor:
         wanted = DTYPES[dtype]
         if wanted.is_complex:
             wide = torch.complex128 if dtype == "complex128" else torch.complex64
-            made = torch.randn(shape, generator=generator, dtype=wide)
+            made = torch.randn(shape, generator=generator, dtype=wide, device=device)
         elif wanted.is_floating_point:
             wide = torch.float64 if dtype == "f64" else torch.float32
-            made = torch.randn(shape, generator=generator, dtype=wide)
+            made = torch.randn(shape, generator=generator, dtype=wide, device=device)
             made = made.clamp_(-1, 1) if unit else made
         else:
-            made = torch.randint(0 if dtype == "u8" else -3, 4, shape, generator=generator)
-        return to_layout(made.to(wanted).to(device), layout)
+            made = torch.randint(0 if dtype == "u8" else -3, 4, shape, generator=generator, device=device)
+        return to_layout(made.to(wanted), layout)
 
     shapes = (problem.x_shape, problem.w_shape, problem.y_shape)
     first, second = {"fprop": (0, 1), "dgrad": (2, 1), "wgrad": (0, 2)}[problem.direction]
@@ -91,32 +91,48 @@ def _convolve(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
     return F.pad(dx, [-v for v in low_high])
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
+def _wide(tensor: Tensor, place: torch.device | str = "cpu") -> Tensor:
+    return tensor.to(place).to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def expected(problem: Problem, inputs: Inputs) -> Tensor:
-    """The result in float64 (complex128 for complex problems), epilogue included, on the CPU."""
-    result = _convolve(problem, _wide(inputs.a), _wide(inputs.b))
+def expected(problem: Problem, inputs: Inputs, place: torch.device | str = "cpu") -> Tensor:
+    """The result in float64 (complex128 for complex problems), epilogue included, computed at ``place``."""
+    result = _convolve(problem, _wide(inputs.a, place), _wide(inputs.b, place))
     names = [operand.name for operand in problem.epilogue.operands]
-    return evaluate(problem.epilogue, result, dict(zip(names, map(_wide, inputs.operands), strict=True)))
+    operands = (_wide(operand, place) for operand in inputs.operands)
+    return evaluate(problem.epilogue, result, dict(zip(names, operands, strict=True)))
+
+
+class Reference:
+    """The float64 results that others of the same inputs are measured against, on a :class:`Part` of a large problem,
+    computed once at ``place``."""
+
+    def __init__(
+        self, problem: Problem, inputs: Inputs, *, most_macs: float = 2e8, place: torch.device | str = "cpu"
+    ) -> None:
+        part = part_of(problem, most_macs)
+        self._place, self._part, inputs, problem = place, part.result, part.inputs(inputs), part.problem
+        self._wanted = expected(problem, inputs, place)
+        magnitudes = _wide(inputs.a, place).abs(), _wide(inputs.b, place).abs()
+        self._size = _convolve(problem.with_(epilogue=IDENTITY), *magnitudes)
+        for operand, value in zip(problem.epilogue.operands, inputs.operands, strict=True):
+            channels = operand.kind == "channel"
+            self._size = self._size + _wide(value.view(-1, *(1,) * problem.rank) if channels else value, place).abs()
+
+    def error(self, got: Tensor) -> float:
+        """The error of a result; infinity if it is not finite where it should be. Integers are compared as their type
+        wraps, and their error is the largest difference."""
+        got = got[self._part].to(self._place)
+        if not got.is_floating_point() and not got.is_complex():
+            return float((self._wanted.round().to(torch.int64).to(got.dtype).long() - got.long()).abs().max())
+        difference = (_wide(got, self._place) - self._wanted).abs()
+        share = torch.where(difference == 0, 0.0, difference / self._size)
+        return float(share.nan_to_num(nan=torch.inf).max())
 
 
 def error_of(problem: Problem, got: Tensor, inputs: Inputs, *, most_macs: float = 2e8) -> float:
-    """The error of a result; infinity if it is not finite where it should be. Integers are compared as their type
-    wraps, and their error is the largest difference."""
-    part = part_of(problem, most_macs)
-    inputs, got, problem = part.inputs(inputs), got[part.result], part.problem
-    wanted = expected(problem, inputs)
-    if not got.is_floating_point() and not got.is_complex():
-        return float((wanted.round().to(torch.int64).to(got.dtype).long() - got.cpu().long()).abs().max())
-    size = _convolve(problem.with_(epilogue=IDENTITY), _wide(inputs.a).abs(), _wide(inputs.b).abs())
-    for operand, value in zip(problem.epilogue.operands, inputs.operands, strict=True):
-        channels = operand.kind == "channel"
-        size = size + _wide(value.view(-1, *(1,) * problem.rank) if channels else value).abs()
-    difference = (_wide(got) - wanted).abs()
-    share = torch.where(difference == 0, 0.0, difference / size)
-    return float(share.nan_to_num(nan=torch.inf).max())
+    """The error of one result: see :meth:`Reference.error`."""
+    return Reference(problem, inputs, most_macs=most_macs).error(got)
 
 
 def allowed_error(problem: Problem, traits: Traits) -> float:
