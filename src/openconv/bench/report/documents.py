@@ -1,0 +1,153 @@
+"""The generated parts of README.md and the pages of results, from what was recorded.
+
+Generated parts of README.md stand between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; everything else is left
+as it is. docs/results.md and the pages in docs/results are generated as a whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...cpu.memory import LARGE
+from ...files import write_atomic
+from ..results import results_folder
+from .runs import DIRECTION_ORDER, Run, grouped, load, problem_of
+from .tables import Ratios, baseline, choices, details, heuristic_loss, passes, summary
+
+__all__ = ["main", "render", "replace_part", "write_documents"]
+
+
+def replace_part(text: str, name: str, content: str) -> str:
+    """The text with a generated part replaced; ValueError if it has no such part."""
+    pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
+    if not re.search(pattern, text, re.DOTALL):
+        raise ValueError(f"there is no part '<!-- begin {name} -->' ... '<!-- end {name} -->'")
+    return re.sub(pattern, lambda m: f"{m[1]}\n{content}\n\n{m[2]}", text, flags=re.DOTALL)
+
+
+def render(root: Path | None = None) -> dict[Path, str]:
+    """The generated files of a checkout, and what should stand in them."""
+    from ...support import support_markdown
+
+    root = root or results_folder().parents[1]
+    runs = load([root / "benchmarks" / "results"])
+    readme = replace_part((root / "README.md").read_text(), "engines", support_markdown().rstrip())
+    readme = replace_part(readme, "results", _short(runs))
+    pages = {root / "docs" / "results" / f"{run.name}.md": _machine_page(run) for run in runs}
+    return {root / "README.md": readme, root / "docs" / "results.md": _overview(runs), **pages}
+
+
+def write_documents(root: Path | None = None) -> dict[Path, bool]:
+    """Rewrite the generated files and remove pages of folders that are gone; says for each file if it changed."""
+    root = root or results_folder().parents[1]
+    wanted = render(root)
+    changed = {}
+    for path, text in wanted.items():
+        changed[path] = not path.exists() or path.read_text() != text
+        if changed[path]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, text)
+    for stale in set((root / "docs" / "results").glob("*.md")) - set(wanted):
+        stale.unlink()
+        changed[stale] = True
+    return changed
+
+
+def main() -> int:
+    """Rewrite the generated files; prints which of them changed."""
+    for path, changed in write_documents().items():
+        print(f"{path.name}: {'unchanged' if not changed else 'rewritten' if path.exists() else 'removed'}")
+    return 0
+
+
+# -- README.md --------------------------------------------------------------------------------------------------------
+
+
+def _short(runs: Sequence[Run]) -> str:
+    """The machine of each kind with most records; the others as links."""
+    kinds = sorted({run.kind for run in runs})
+    shown = [max((run for run in runs if run.kind == kind), key=lambda run: len(run.records)) for kind in kinds]
+    parts = [part for run in shown for part in _short_machine(run)]
+    others = [f"[{run.title}](docs/results/{run.name}.md)" for run in runs if not any(run is one for one in shown)]
+    if others:
+        parts.append("Also measured:\n\n" + "\n".join(f"- {link}" for link in others))
+    return "\n\n".join(parts)
+
+
+def _short_machine(run: Run) -> list[str]:
+    parts = [f"**{run.title}**, against {run.reference}; [every layer](docs/results/{run.name}.md)"]
+    if table := passes(run, run.reference):
+        parts += [table, *_against_others(run)]
+    if table := baseline(run):
+        parts += [_baseline_text(run), table]
+    return parts
+
+
+def _against_others(run: Run) -> list[str]:
+    """A sentence for each peer besides the reference that takes but some of the problems."""
+    sentences = []
+    for peer in run.peers[1:]:
+        found = []
+        for suite, records in sorted(grouped(run.chosen, lambda r: r.suite).items()):
+            if ratios := Ratios.of(r.ratio(peer) for r in records):
+                slower = f", {ratios.slower} of {ratios.count} slower"
+                found.append(f"{suite} **{ratios.mean:.2f}** ({ratios.worst:.2f} to {ratios.best:.2f}{slower})")
+        if found:
+            sentences.append(f"Against {peer}: {'; '.join(found)}.")
+    return sentences
+
+
+def _baseline_text(run: Run) -> str:
+    return (
+        f"Baseline, where openconv has no engine yet: what the peers take for all layers of a suite, and what share of "
+        f"the roofline (the least time by the measured ceilings) {run.reference} reaches."
+    )
+
+
+# -- docs -------------------------------------------------------------------------------------------------------------
+
+
+def _overview(runs: Sequence[Run]) -> str:
+    """docs/results.md: for each machine the means, and how good the choices were."""
+    explanation = (
+        "Generated from `benchmarks/results` by `make docs`; `openconv report` makes plots and a page with filters of "
+        "the same records. Ratios are the other library's time over ours, both in one process: above 1 openconv is "
+        "faster. Times are medians of repeated calls, each of which allocates its result: on a CPU, openconv's results "
+        f"of {LARGE >> 20} MiB and more then lie in memory that an earlier one has left, while torch asks for new "
+        'pages. The first of its size does not: see "every result on new memory".'
+    )
+    parts = ["# Results", explanation]
+    for run in runs:
+        parts += [
+            f"## {run.title}",
+            f"Every layer, losses included: [{run.name}](results/{run.name}.md).",
+            *_means(run),
+        ]
+    parts.append("```{toctree}\n:hidden:\n:glob:\n\nresults/*\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _means(run: Run) -> list[str]:
+    """The tables and paragraphs of a machine, those that have something to say."""
+    parts = [summary(run)] if run.chosen else []
+    parts += [choices(run.records), heuristic_loss(run.records)]
+    if table := baseline(run, by_type=True):
+        parts += [_baseline_text(run), table]
+    return [part for part in parts if part]
+
+
+def _machine_page(run: Run) -> str:
+    """docs/results/<folder>.md: every layer of every suite."""
+    explanation = (
+        "`us` is the median time of the engine that openconv chose. For each peer: its time, and in brackets that time "
+        "over ours, in bold where openconv is slower. `regret` is the time of the chosen engine over that of the "
+        "fastest one. Generated by `make docs`."
+    )
+    parts = [f"# {run.title}", explanation]
+    for suite, records in grouped(run.records, lambda r: r.suite).items():
+        for direction in sorted({problem_of(r).direction for r in records}, key=DIRECTION_ORDER.__getitem__):
+            group = [r for r in records if problem_of(r).direction == direction]
+            parts += [f"## {suite}, {direction}", details(run, group)]
+    return "\n\n".join(parts) + "\n"
