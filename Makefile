@@ -54,7 +54,7 @@ test-gpu: ## the tests that need a CUDA device, with PY, else .venv, else python
 	$(GPU_PY) -m pytest tests/gpu $(ARGS)
 
 bench: $(NEEDS) ## verify, time and record under benchmarks/results
-	$(PY) -m openconv.bench $(ARGS)
+	$(PY) -m openconv.cli bench $(ARGS)
 
 docs: $(NEEDS_DOCS) ## regenerate the tables from the recorded results, build the site in build/docs
 	$(PY) -m openconv.bench.report

@@ -1,156 +1,365 @@
-"""The benchmark: suites, verification before timing, records, and the tables made of them."""
+"""The benchmark: verification before timing, records that survive an interruption, and its commands."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import time
+from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
-from openconv.bench import report, run
-from openconv.bench.__main__ import app, table
-from openconv.bench.peers import PEERS, OpenCV, Torch
-from openconv.bench.results import Record, device_slug, environment, read, write
-from openconv.bench.suites import load_suite, suite_names, variants
-from openconv.bench.timing import Timing, race
+from openconv import autotune
+from openconv.bench import command, run
+from openconv.bench.command import jobs_of
+from openconv.bench.results import Ledger, Record, commit, device_slug, environment, read, write
+from openconv.bench.run import Limits, Skipped, measure
+from openconv.bench.suites import Variation
+from openconv.cli import app
 from openconv.cpu.device import cpu_device
+from openconv.engine import UnsupportedProblem, engine_named
 from openconv.problem import Problem
-from openconv.reference import error_of, random_inputs
+from openconv.reference import Reference
+from openconv.select import database, policy
+from openconv.select.database import Database, Entry, Measurement
 
+CPU = torch.device("cpu")
 TINY = Problem.parse("fprop n1 c3 h6 w7 k4 r3 s3 pad1 f32 nchw")
+QUICK = Limits(budget=0.001, peers=("torch",))
 
 
-def record(problem: str, suite: str = "some", chosen: str = "cpu.a", **milliseconds: float) -> Record:
-    seconds = {
-        name.replace("_", "."): {"median": v / 1e3, "p20": v / 1e3, "p80": v / 1e3} for name, v in milliseconds.items()
-    }
-    return Record(
-        suite, "layer", problem, chosen, seconds, {}, {}, [], {"device": "cpu", "isa": "x", "threads": 2, "torch": "2"}
-    )
+def openconv(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-@pytest.mark.parametrize("suite", suite_names())
-def test_suites_hold_problems_under_names_of_their_own(suite):
-    found = load_suite(suite)
-    assert found
-    assert len({label for label, _ in found}) == len(found)
+def words(result: Result) -> str:
+    return " ".join(result.output.split())
 
 
-def test_variants_cross_what_is_asked_for():
-    found = [p for _, p in variants([("a", TINY)], [1, 8], ["fprop", "wgrad"], ["nchw", "nhwc"], [])]
-    assert len(set(found)) == 8
-    assert {p.n for p in found} == {1, 8}
-    assert [p for _, p in variants([("a", TINY)], [], [], [], [])] == [TINY]
-
-
-def test_a_suite_that_is_not_there_is_named_with_those_that_are():
-    with pytest.raises(ValueError, match=r"no suite 'nothing'; wanted one of .*resnet50"):
-        load_suite("nothing")
-
-
-def test_race_takes_turns_in_changing_order():
-    order: list[str] = []
-
-    def call(name: str, seconds: float) -> None:
-        order.append(name)
-        time.sleep(seconds)
-
-    timings = race([lambda: call("a", 1e-3), lambda: call("b", 3e-3)], budget=0.0, least=8, warm_up=1)
-    last = order[-16:]
-    rounds = [last[at] + last[at + 1] for at in range(0, 16, 2)]
-    assert set(rounds) == {"ab", "ba"}  # each once a round, in changing order
-    assert 1e-3 <= timings[0].median < timings[1].median
-
-
-def test_percentiles_by_rank():
-    assert Timing.of([5.0, 1.0, 4.0, 2.0, 3.0]) == Timing(median=3.0, p20=2.0, p80=4.0)
+# -- one problem ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("direction", ["fprop", "dgrad", "wgrad"])
-def test_peers_compute_the_problem(direction):
-    problem = TINY.with_(direction=direction)
-    inputs = random_inputs(problem)
-    out = Torch().prepare(problem, inputs.a, inputs.b)()
-    assert isinstance(out, torch.Tensor)
-    assert error_of(problem, out, inputs) < 1e-5
-
-
-def test_opencv_computes_the_problem():
-    pytest.importorskip("cv2")
-    problem = Problem.parse("fprop n1 c1 h20 w30 k1 r5 s5 pad2 f32 nchw")
-    inputs = random_inputs(problem)
-    assert OpenCV().refusal(problem) is None
-    out = torch.from_numpy(OpenCV().prepare(problem, inputs.a, inputs.b)())[None, None]
-    assert error_of(problem, out, inputs) < 1e-5
-    assert OpenCV().refusal(TINY)
-
-
-def test_measure_verifies_and_times_every_engine_and_peer():
-    found = run.measure("some", "tiny", TINY, cpu_device(2), budget=0.001)
-    assert {"cpu.naive", "cpu.im2col_gemm", "cpu.filter2d", "torch"} <= set(found.seconds)
+def test_every_engine_and_peer_is_verified_and_timed(direction):
+    found = measure("some", "tiny", TINY.with_(direction=direction), CPU, Limits(budget=0.001))
+    assert {"cpu.naive", "cpu.im2col_gemm", "cpu.filter2d", "torch", "torch_channels_last"} <= set(found.seconds)
     assert found.wrong == []
     assert found.regret >= 1
+    assert set(found.error) == set(found.seconds)
     assert all(error < 1e-5 for error in found.error.values())
+    assert found.heuristic == found.chosen
+    assert found.source == "heuristic"
+    assert {"copy", "f32"} <= set(found.ceilings)
+    assert all(share > 0 for share in found.roofline.values())
+    assert found.workspace["cpu.naive"] == 0 < found.workspace["cpu.im2col_gemm"]
+    assert {"device", "threads", "isa", "torch", "commit", "command"} <= set(found.machine)
 
 
-def test_a_wrong_engine_is_named_and_not_timed(monkeypatch):
-    monkeypatch.setattr(run, "error_of", lambda *_: 1.0)
-    found = run.measure("some", "tiny", TINY, cpu_device(2), engines=("cpu.naive",), budget=0.001)
-    assert found.wrong == ["cpu.naive"]
-    assert "cpu.naive" not in found.seconds
+def test_fused_problems_meet_fused_and_unfused_peers():
+    fused = TINY.with_(epilogue="+bias+relu")
+    found = measure("some", "tiny", fused, CPU, Limits(budget=0.001, peers=("torch", "torch_fused")))
+    assert {"torch", "torch_fused"} <= set(found.seconds)
+    assert found.wrong == []
+
+
+def test_what_is_wrong_is_named_and_not_timed(monkeypatch):
+    monkeypatch.setattr(Reference, "error", lambda *_: 1.0)
+    found = measure("some", "tiny", TINY, CPU, dataclasses.replace(QUICK, engines=("cpu.naive",)))
+    assert found.wrong == ["cpu.naive", "torch"]
+    assert found.seconds == {}
     assert found.regret == math.inf
-    assert "WRONG" in "".join(str(cell) for column in table("some", [found]).columns for cell in column.cells)
 
 
-def test_records_survive_the_file(tmp_path):
-    records = [run.measure("some", "tiny", TINY, cpu_device(2), engines=("cpu.naive",), peers=PEERS[:1], budget=0.001)]
+def test_a_verifier_in_another_process_sees_the_same():
+    with run.verifier() as verifying:
+        found = measure("some", "tiny", TINY, CPU, QUICK, verifying=verifying)
+    assert found.error == measure("some", "tiny", TINY, CPU, QUICK).error
+
+
+def test_a_choice_by_the_database_is_timed_beside_that_by_prediction(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENCONV_TUNING_FILE", str(tmp_path / "tuning.json"))
+    monkeypatch.setattr(database, "_SHIPPED", tmp_path / "shipped")
+    layer = Problem.parse("fprop n4 c16 h20 w20 k32 r3 s3 pad1 f32 nchw")
+    engine, device = engine_named("cpu.im2col_gemm"), cpu_device(torch.get_num_threads())
+    other = list(dict.fromkeys(map(str, engine.knobs(layer, device))))[1]
+    known = Entry((Measurement(engine.name, other, engine.version, 1e-6, 1e-6, 1e-6, 9),), "2026-01-01T00:00:00Z")
+    database.user_store().update(Database({device.key: {str(layer): known}}))
+    with policy(tuning="heuristic"):
+        found = measure("some", "layer", layer, CPU, QUICK)
+    assert found.chosen == f"cpu.im2col_gemm[{other}]"
+    assert (found.heuristic, found.source) == ("cpu.im2col_gemm", "database")
+    assert {found.chosen, found.heuristic} <= set(found.seconds)
+    assert found.knobs[found.chosen] == other != found.knobs["cpu.im2col_gemm"]
+    assert found.heuristic_regret > 0
+
+
+def test_peers_alone_make_a_baseline():
+    found = measure("some", "tiny", TINY, CPU, dataclasses.replace(QUICK, engines=None))
+    assert (found.chosen, list(found.seconds)) == ("", ["torch"])
+
+
+def test_a_peer_that_was_asked_for_and_refuses_says_why():
+    found = measure("some", "tiny", TINY, CPU, dataclasses.replace(QUICK, peers=("torch", "opencv")))
+    assert "opencv" not in found.seconds
+    assert found.notes["opencv"]
+
+
+def test_what_takes_too_long_or_too_much_memory_is_skipped_before_it_runs(monkeypatch):
+    large = TINY.with_(n=4000)
+    found = measure("some", "large", large, CPU, QUICK)
+    assert "at most 1000000 are timed" in found.notes["cpu.naive"]
+    with pytest.raises(UnsupportedProblem, match="products; at most 1000000 are timed"):
+        measure("some", "large", large, CPU, dataclasses.replace(QUICK, engines=("cpu.naive",)))
+    with pytest.raises(Skipped, match=r"at most 1e-09 s are waited for"):
+        measure("some", "large", large, CPU, dataclasses.replace(QUICK, longest=1e-9))
+    monkeypatch.setattr(run, "_free_memory", lambda: 1000)
+    with pytest.raises(Skipped, match=r"it needs about .* are free"):
+        measure("some", "tiny", TINY, CPU, QUICK)
+
+
+def test_overhead_is_measured_when_asked_for():
+    found = measure("some", "tiny", TINY, CPU, dataclasses.replace(QUICK, overhead=True))
+    assert set(found.overhead) == set(found.seconds)
+    assert all(seconds > 0 for seconds in found.overhead.values())
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_records_survive_the_file_and_spell_out_the_ratios(tmp_path):
+    records = [measure("some", "tiny", TINY, CPU, QUICK, command="openconv bench some")]
     write(tmp_path / "deep" / "some.jsonl", records)
     assert read(tmp_path / "deep" / "some.jsonl") == records
     assert records[0].parsed() == TINY
+    assert '"ratio": {"torch": ' in (tmp_path / "deep" / "some.jsonl").read_text()
 
 
-def test_tables_keep_losses_and_wrong_choices():
-    records = [
-        record("fprop n1 c8 h9 w9 k8 r3 s3 f32 nchw", cpu_a=2, cpu_b=1, torch=1),
-        record("fprop n1 c8 h9 w9 k8 r3 s3 pad1 f32 nchw", cpu_a=1, cpu_b=2, torch=8),
-        record("fprop n1 c8 h1 w1 k8 r1 s1 f32 nchw", suite="overhead", cpu_a=9, cpu_b=1, torch=1),
-    ]
-    assert "| dense 3x3, fprop | torch | 2 | **2.00** | 0.50 to 8.00 | 1 |" in report.summary(records)
-    assert "within 15% of the fastest engine in 1; the worst choice took 2.00" in report.choices(records)
-    assert "| 0.50 | 2.00 |" in report.details(records)
+def test_a_damaged_line_is_named(tmp_path):
+    path = tmp_path / "some.jsonl"
+    path.write_text(measure("some", "tiny", TINY, CPU, QUICK).to_json() + "\n{}\n")
+    with pytest.raises(ValueError, match=r"some\.jsonl, line 2: not a record"):
+        read(path)
 
 
-def test_records_without_kept_memory_have_a_place_and_a_title_of_their_own(monkeypatch):
-    device = cpu_device(2)
-    kept = device_slug(device)
+def test_a_ledger_replaces_what_was_measured_again_and_keeps_the_rest(tmp_path):
+    first = measure("some", "tiny", TINY, CPU, QUICK)
+    other = dataclasses.replace(first, label="other", problem=str(TINY.with_(n=2)))
+    ledger = Ledger(tmp_path / "some.jsonl")
+    ledger.add(first)
+    ledger.add(other)
+    again = dataclasses.replace(first, seconds={})
+    Ledger(tmp_path / "some.jsonl").add(again)
+    assert read(tmp_path / "some.jsonl") == [again, other]
+
+
+def test_only_what_the_same_code_and_machine_recorded_counts_as_done(tmp_path):
+    ledger = Ledger(tmp_path / "some.jsonl")
+    ledger.add(measure("some", "tiny", TINY, CPU, QUICK, command="openconv bench this"))
+    machine = environment(CPU, "openconv bench that")
+    assert ledger.has("tiny", TINY, machine)
+    assert not ledger.has("tiny", TINY.with_(n=2), machine)
+    assert not ledger.has("tiny", TINY, machine | {"commit": "another"})
+
+
+def test_the_commit_is_that_of_the_checkout():
+    assert commit() == "unknown" or len(commit().rstrip("+")) == 10
+
+
+def test_records_without_kept_memory_have_a_place_of_their_own(monkeypatch):
+    kept = device_slug(CPU)
     monkeypatch.setenv("OPENCONV_KEEP_MB", "0")
-    assert device_slug(device) == kept + "-new-memory"
-    made = dataclasses.replace(record(str(TINY)), machine=environment(device))
-    assert report._machine([made]).endswith(", every result on new memory")
-    assert "memory" not in report._machine([record(str(TINY))])
+    assert device_slug(CPU) == kept + "-new-memory"
 
 
-def test_the_command_prints_a_table_and_refuses_what_it_does_not_know(tmp_path):
-    done = CliRunner().invoke(app, [str(TINY), "--budget", "0.001", "--out", str(tmp_path), "--tag", "x"])
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_vary_as_the_suite_says_unless_told_otherwise():
+    resnet = jobs_of(["resnet50"], "cpu", Variation())
+    assert {j.problem.direction for j in resnet} == {"fprop", "dgrad", "wgrad"}
+    few = jobs_of(["resnet50"], "cpu", Variation(batches=(2,), directions=("wgrad",)))
+    assert {(j.problem.n, j.problem.direction) for j in few} == {(2, "wgrad")}
+    fused = jobs_of(["resnet50", str(TINY)], "cpu", Variation(batches=(1,)), "+bias+relu")
+    assert {str(j.problem.epilogue) for j in fused} == {"+bias+relu"}
+    assert {j.problem.direction for j in fused} == {"fprop"}
+    assert {j.suite for j in jobs_of([], "cuda", Variation())} >= {"resnet50", "vgg16", "image_filters"}
+    with pytest.raises(ValueError, match="no problem is left"):
+        jobs_of(["fused"], "cpu", Variation(directions=("wgrad",)))
+
+
+def test_bench_prints_a_table_and_records_at_once(tmp_path):
+    done = openconv("bench", TINY, "--budget", 0.001, "--peer", "torch", "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    assert "x torch" in done.output
-    assert len(read(tmp_path / "given-x.jsonl")) == 1
-    for arguments, words in (
-        (["overhead", "--engine", "cpu.nothing"], "there is no engine 'cpu.nothing'; wanted one of"),
-        ([str(TINY), "--engine", "cpu.gemm_1x1"], "cpu.gemm_1x1: filter is"),
-        ([str(TINY.with_(n=4000)), "--engine", "cpu.naive"], "products; at most 1000000 are timed"),
+    assert "torch" in done.output
+    [found] = read(tmp_path / "given.jsonl")
+    assert found.machine["command"].startswith("openconv")
+    resumed = openconv("bench", TINY, "--budget", 0.001, "--peer", "torch", "--out", tmp_path, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert "1 of 1 problems are recorded already" in words(resumed)
+    assert read(tmp_path / "given.jsonl") == [found]
+
+
+def test_an_interruption_keeps_what_is_done_and_a_resumed_run_does_the_rest(tmp_path, monkeypatch):
+    problems = [TINY, TINY.with_(n=2), TINY.with_(n=3)]
+    real, seen = run.measure, []
+
+    def interrupted(suite: str, label: str, problem: Problem, *rest: object, **options: object) -> Record:
+        seen.append(problem)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return real(suite, label, problem, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run, "measure", interrupted)
+    arguments = ("bench", *problems, "--budget", 0.001, "--peer", "torch", "--engine", "cpu.naive", "--out", tmp_path)
+    stopped = openconv(*arguments)
+    assert stopped.exit_code == 130
+    assert "--resume goes on from there" in words(stopped)
+    assert len(read(tmp_path / "given.jsonl")) == 1
+    done = openconv(*arguments, "--resume")
+    assert done.exit_code == 0, done.output
+    assert seen == [problems[0], problems[1], problems[1], problems[2]]
+    assert [r.parsed() for r in read(tmp_path / "given.jsonl")] == problems
+
+
+def test_a_wrong_engine_is_shown_as_wrong_and_fails_the_command(monkeypatch, tmp_path):
+    def wrong(*_: object) -> dict[str, float]:
+        return {"cpu.naive": 1.0}
+
+    class Here:
+        def __enter__(self) -> None:
+            return None
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+    monkeypatch.setattr(run, "verify", wrong)
+    monkeypatch.setattr(run, "verifier", Here)
+    done = openconv("bench", TINY, "--budget", 0.001, "--engine", "cpu.naive", "--peer", "none", "--out", tmp_path)
+    assert done.exit_code == 1
+    assert "wrong" in done.output.lower()
+    assert read(tmp_path / "given.jsonl")[0].seconds == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("nothing",), "no suite 'nothing'"),
+        (("fprop n1",), "lacks c, k"),
+        ((TINY, "--engine", "cpu.nothing"), "there is no engine 'cpu.nothing'; wanted one of"),
+        ((TINY, "--peer", "nobody"), "there is no peer 'nobody'; wanted one of torch"),
+        ((TINY, "--device", "tpu"), "device is 'tpu'; wanted cpu or cuda"),
+        ((TINY, "--direction", "sideways"), "direction is 'sideways'"),
+        ((TINY, "--dtype", "f31"), "dtype is ('f31'"),
+        ((TINY, "--epilogue", "+what"), "what"),
+        ((TINY, "--isa", "mmx"), "isa is 'mmx'; wanted one of avx2"),
+    ],
+)
+def test_bad_input_is_told_in_one_line_before_anything_runs(tmp_path, arguments, text):
+    done = openconv("bench", *arguments, "--out", tmp_path / "out")
+    assert done.exit_code == 2, done.output
+    assert text in words(done)
+    assert not (tmp_path / "out").exists()
+
+
+def test_engines_that_take_nothing_are_told_and_left_out():
+    done = openconv("bench", TINY, "--engine", "cpu.gemm_1x1", "--peer", "none", "--no-record")
+    assert done.exit_code == 0
+    assert "left out" in words(done)
+    assert "cpu.gemm_1x1: filter is" in words(done)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_here_is_told():
+    done = openconv("bench", TINY, "--device", "cuda")
+    assert done.exit_code == 2
+    assert "finds no CUDA device" in words(done)
+
+
+# -- tuning on the command line ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("OPENCONV_TUNING_FILE", str(tmp_path / "user.json"))
+    monkeypatch.setattr(database, "_SHIPPED", tmp_path / "shipped")
+    return tmp_path / "user.json"
+
+
+def test_tune_measures_problems_and_says_what_it_found(user):
+    done = openconv("tune", TINY, "--budget", "0.3s")
+    assert done.exit_code == 0, done.output
+    assert "1 measured" in words(done)
+    assert len(database.read_database(user)) == 1
+    assert "1 known" in words(openconv("tune", TINY, "--budget", "1s"))
+
+
+def test_tune_takes_a_model_by_its_name(user, tmp_path, monkeypatch):
+    (tmp_path / "some_models.py").write_text(
+        "import torch\n\n\ndef small():\n    return torch.nn.Conv2d(4, 8, 3, groups=4)\n\n\nnumber = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    done = openconv("tune", "some_models:small", "--input", "1x4x9x9", "--backward", "--budget", "0.5s")
+    assert done.exit_code == 0, done.output
+    assert "2 measured" in words(done)  # nobody asks for the gradient of the input
+    for arguments, text in (
+        (("some_models:small",), "needs --input"),
+        (("some_models:small", "--input", "1xx"), "input is '1xx'; wanted sizes such as 1x3x224x224"),
+        (("some_models:number", "--input", "1"), "is a int; wanted a torch.nn.Module"),
+        (("some_models:other", "--input", "1"), "wanted MODULE:NAME"),
+        (("no.such:thing", "--input", "1"), "wanted MODULE:NAME"),
+        ((TINY, "--budget", "soon"), "wanted seconds > 0"),
     ):
-        done = CliRunner().invoke(app, [*arguments, "--no-record"])
-        assert words in " ".join(done.output.split())
-        assert done.exit_code == (2 if "nothing" in words else 0)
-    refused = CliRunner().invoke(app, ["nothing", "--no-record"])
+        refused = openconv("tune", *arguments)
+        assert refused.exit_code == 2
+        assert text in words(refused)
+
+
+def test_an_interrupted_tuning_keeps_what_is_measured(user, monkeypatch):
+    real, seen = autotune.measure_and_keep, []
+
+    def interrupted(core: Problem, *rest: object) -> Entry | None:
+        seen.append(core)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return real(core, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("openconv.tuner.measure_and_keep", interrupted)
+    done = openconv("tune", TINY, TINY.with_(n=8), "--budget", "0.5s")
+    assert done.exit_code == 130
+    assert "goes on from there" in words(done)
+    assert len(database.read_database(user)) == 1
+
+
+def test_databases_are_shown_compared_merged_exported_and_imported(user, tmp_path):
+    a, b, both, out = (tmp_path / name for name in ("a.json", "b.json", "both.json", "out.json"))
+    assert openconv("tune", TINY, "--budget", "0.2s", "--out", a).exit_code == 0
+    assert openconv("tune", TINY.with_(n=8), "--budget", "0.2s", "--out", b).exit_code == 0
+    assert "2 problems differ" in words(openconv("tuning", "diff", a, b))
+    assert "0 problems differ" in words(openconv("tuning", "diff", a, a))
+    assert openconv("tuning", "merge", a, b, "--out", both).exit_code == 0
+    assert len(database.read_database(both)) == 2
+    assert "2 problems imported" in words(openconv("tuning", "import", both))
+    assert len(database.read_database(user)) == 2
+    assert openconv("tuning", "export", out).exit_code == 0
+    assert database.read_database(out).to_text() == database.read_database(both).to_text()
+    shown = openconv("tuning", "show", "n8")
+    assert "n8" in shown.output
+    assert "n1 " not in shown.output
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text("{")
+    before = user.read_text()
+    refused = openconv("tuning", "import", both, damaged)
     assert refused.exit_code == 2
-    assert "no suite 'nothing'" in refused.output
+    assert "damaged.json" in words(refused)
+    assert user.read_text() == before
+    assert openconv("tuning", "show", "--file", tmp_path / "none.json").exit_code == 2
+    assert openconv("tuning", "export", tmp_path / "no" / "where.json").exit_code == 2
 
 
-def test_the_tables_of_the_documents_are_those_of_the_records():
-    for path, wanted in report.render().items():
-        assert path.read_text() == wanted, f"{path.name} is not what the records say; run `make docs`"
+def test_all_commands_restart_with_an_instruction_set(monkeypatch):
+    started = []
+    monkeypatch.setattr("os.execve", lambda *given: started.append(given))
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    command.restart_with("avx2")
+    assert started[0][2]["ONEDNN_MAX_CPU_ISA"] == "AVX2"

@@ -1,20 +1,25 @@
-"""The command line: ``openconv explain | engines | doctor | filter | demo``.
+"""The command line: ``openconv explain | engines | doctor | filter | demo | bench | report | tune | tuning``.
 
 Errors are one line on standard error and exit code 2; a wrong result or a broken installation is exit code 1.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+from .bench.command import bench
+from .bench.report.command import report
+from .tune_command import database, tune
 
 __all__ = ["app"]
 
@@ -49,6 +54,8 @@ def _one_line_errors(*others: type[Exception]) -> Iterator[None]:
     """Turn what a user can cause, which is an OSError or one of the others, into one line and exit code 2."""
     try:
         yield
+    except typer.Exit:  # a RuntimeError to Python, but no error
+        raise
     except FileNotFoundError as error:
         _fail(f"there is no file {error.filename!r}" if error.filename else str(error))
     except OSError as error:
@@ -209,6 +216,24 @@ def demo(
         right = run_demo(out, quick=quick, console=Console())
     if not right:
         raise typer.Exit(1)
+
+
+def _reporting(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, with what a user can cause told in one line."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        with _one_line_errors(ValueError, TypeError, RuntimeError):
+            command(*args, **kwargs)
+
+    return run
+
+
+for _command in (bench, report, tune):
+    app.command()(_reporting(_command))
+for _entry in database.registered_commands:
+    _entry.callback = _reporting(_entry.callback) if _entry.callback else None
+app.add_typer(database, name="tuning")
 
 
 if __name__ == "__main__":

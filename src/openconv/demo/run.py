@@ -17,7 +17,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..bench.results import Record, geometric_mean
-from ..bench.run import measure
+from ..bench.run import Limits, measure
 from ..device import Device
 from ..explanation import explain
 from ..files import write_atomic
@@ -58,7 +58,7 @@ def run_demo(out: Path, *, quick: bool, console: Console) -> bool:
         checks = check_engines(problems, device, advance)
     console.print(_check_table(checks, len(problems)))
 
-    records, failures = _race(console, device, quick)
+    records, failures = _race(console, quick)
     console.print(_race_table(records, roomy=console.width >= 110))
 
     explanation = explain(_EXPLAINED, measure=True, budget=0.05 if quick else 0.5)
@@ -71,16 +71,16 @@ def run_demo(out: Path, *, quick: bool, console: Console) -> bool:
     return not found.wrong
 
 
-def _race(console: Console, device: Device, quick: bool) -> tuple[list[Record], list[str]]:
+def _race(console: Console, quick: bool) -> tuple[list[Record], list[str]]:
     """The records, and a line for each layer on which an engine failed."""
-    layers = race_layers(quick)
+    layers, limits = race_layers(quick), Limits(peers=("torch", "opencv"), budget=0.02 if quick else 0.4)
     records: list[Record] = []
     failures: list[str] = []
     with _progress(console, "racing", len(layers)) as advance:
         for name, problem in layers:
             advance(name)
             try:
-                records.append(measure("demo", name, problem, device, budget=0.02 if quick else 0.4))
+                records.append(measure("demo", name, problem, torch.device("cpu"), limits))
             except Exception as failure:  # shown like a wrong result; the other layers still race
                 failures.append(f"{type(failure).__name__} on '{problem}': {failure}")
     return records, failures
