@@ -154,6 +154,12 @@ def test_a_part_of_it_is_taken_by_device_and_problem():
     assert [d for d, _, _ in made.only(lambda device, problem: "h200" in device)] == ["cuda nvidia h200"]
 
 
+def test_the_fastest_knobs_of_each_engine_are_all_that_a_choice_needs():
+    found = entry(measurement("cpu.a", 1, "x=1"), measurement("cpu.b", 2), measurement("cpu.a", 3, "x=2"))
+    kept = holding(found=found).fastest_knobs().devices[DEVICE.key][LAYER]
+    assert [(m.engine, m.knobs) for m in kept.measured] == [("cpu.a", "x=1"), ("cpu.b", "-")]
+
+
 # -- what is known of a problem ---------------------------------------------------------------------------------------
 
 

@@ -3,10 +3,10 @@
 Three ways lead here: ``openconv.tuning("measure")``, under which the first call of a new problem measures it
 (:func:`tuned_plan`); :func:`openconv.tune`, for problems or a model; and the command ``openconv tune``.
 
-How one problem is measured (:func:`measure_candidates`): every candidate runs once, which compiles it; those more than
-twice as slow as the best of a second run are out. The others take turns in changing order. After each round those are
-out whose median, less twice its standard error, lies above that of the best with twice its own. The order is settled
-when one is left, or when those left cannot be told apart within 2%. The time given ends it in any case.
+How one problem is measured (:func:`measure_candidates`): every candidate runs once, which compiles it, and then up to
+three times; those that stay over twice the best are out. The others take turns in changing order. After each round
+those are out whose median, less twice its standard error, lies above that of the best with twice its own. The order is
+settled when one is left, or when those left cannot be told apart within 2%. The time given ends it in any case.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["measure_and_keep", "measure_candidates", "settle", "shortlist", "tun
 _TIE = 0.02
 """Candidates this close are equal for all purposes."""
 _QUICK = 5e-3
-"""Seconds of a run so short that three of them are always affordable."""
+"""Seconds of a run so short that a few more of them are always affordable."""
 
 
 # -- which candidates -----------------------------------------------------------------------------------------------
@@ -66,29 +66,31 @@ class Settled:
 
 def settle(sample: Sequence[Callable[[], float]], seconds: float, *, most: int = 200) -> Settled:
     """Time contestants, each a function that runs once and returns its seconds, until their order is settled or the
-    time is spent. The first run of each, which may compile, counts only where it is the only one; quick ones are run
-    three times whatever the time."""
+    time is spent. Those that are never within twice the best of the first runs are out at once."""
     end = time.perf_counter() + seconds
-    samples: list[list[float]] = []
-    for run in sample:
-        took = [run()]
-        if took[0] < _QUICK or time.perf_counter() + took[0] < end:
-            took = [run()]
-        samples.append(took)
-    best = min(s[0] for s in samples)
-    racing = [at for at, s in enumerate(samples) if s[0] <= 2 * best]
-    shuffle, rounds = random.Random(0).shuffle, 1
+    samples = [_first_runs(run, end) for run in sample]
+    best = min(map(min, samples))
+    racing = [at for at, s in enumerate(samples) if min(s) <= 2 * best]
+    shuffle, rounds = random.Random(0).shuffle, 0
     while len(racing) > 1 and rounds < most:
         shuffle(racing)
         for at in racing:
-            least = min(samples[at])
-            if time.perf_counter() + least > end and (rounds > 2 or least > _QUICK):
+            if time.perf_counter() + min(samples[at]) > end:
                 return Settled(samples, False)
             samples[at].append(sample[at]())
         rounds += 1
-        if rounds >= 5:
+        if rounds >= 4:
             racing = _undecided([samples[at] for at in racing], racing)
     return Settled(samples, len(racing) <= 1)
+
+
+def _first_runs(run: Callable[[], float], end: float) -> list[float]:
+    """The first samples of a contestant, on which a hopeless one is told from the others: three if it is quick, else
+    one. The run before them, which may compile, counts only if there is no time for another."""
+    took = run()
+    if took < _QUICK:
+        return [run() for _ in range(3)]
+    return [run()] if time.perf_counter() + took < end else [took]
 
 
 def _undecided(samples: list[list[float]], names: list[int]) -> list[int]:

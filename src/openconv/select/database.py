@@ -101,6 +101,13 @@ class Entry:
         """The fastest."""
         return self.measured[0]
 
+    def fastest_knobs(self) -> Entry:
+        """Of each engine the fastest knobs alone: all that a choice needs."""
+        first: dict[str, Measurement] = {}
+        for measurement in self.measured:
+            first.setdefault(measurement.engine, measurement)
+        return Entry(tuple(first.values()), self.when, self.settled)
+
     def updated(self, newer: Entry) -> Entry:
         """The newer measurements, and of these the ones that they do not replace: of other engines, or of other knobs
         and the same code."""
@@ -149,6 +156,10 @@ class Database:
             if wanted(device, problem):
                 part.put(device, problem, entry)
         return part
+
+    def fastest_knobs(self) -> Database:
+        """Of each engine the fastest knobs alone: half the size, and the same choices."""
+        return Database({d: {p: e.fastest_knobs() for p, e in own.items()} for d, own in self.devices.items()})
 
     def to_text(self) -> str:
         """The file: sorted, one line a measurement, so that a diff shows what changed."""
