@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from openconv.select.database import Database, Entry, Measurement
 
 CPU = torch.device("cpu")
 TINY = Problem.parse("fprop n1 c3 h6 w7 k4 r3 s3 pad1 f32 nchw")
+CHOICE = Problem.parse("fprop n2 c8 h12 w12 k8 r3 s3 pad1 g8 f32 nchw")  # of several engines, nearly alike
 QUICK = Limits(budget=0.001, peers=("torch",))
 
 
@@ -116,6 +119,25 @@ def test_what_takes_too_long_or_too_much_memory_is_skipped_before_it_runs(monkey
     monkeypatch.setattr(run, "_free_memory", lambda: 1000)
     with pytest.raises(Skipped, match=r"it needs about .* are free"):
         measure("some", "tiny", TINY, CPU, QUICK)
+
+
+def test_a_peer_that_takes_too_long_is_called_once(monkeypatch):
+    calls: list[object] = []
+    real: Any = torch.conv2d
+
+    def slow(*given: object, **options: object) -> torch.Tensor:
+        calls.append(given)
+        time.sleep(0.05)
+        kept: torch.Tensor = real(*given, **options)
+        return kept
+
+    monkeypatch.setattr(torch, "conv2d", slow)
+    monkeypatch.setattr(torch.nn.functional, "conv2d", slow)
+    found = measure("some", "tiny", TINY, CPU, dataclasses.replace(QUICK, longest=0.04))
+    assert len(calls) == 1
+    assert found.seconds["torch"]["median"] == found.seconds["torch"]["p80"] >= 0.05
+    assert "called once" in found.notes["torch"]
+    assert "torch" not in found.error
 
 
 def test_overhead_is_measured_when_asked_for():
@@ -287,11 +309,11 @@ def user(tmp_path, monkeypatch) -> Path:
 
 
 def test_tune_measures_problems_and_says_what_it_found(user):
-    done = openconv("tune", TINY, "--budget", "0.3s")
+    done = openconv("tune", CHOICE, "--budget", "0.3s")
     assert done.exit_code == 0, done.output
     assert "1 measured" in words(done)
     assert len(database.read_database(user)) == 1
-    assert "1 known" in words(openconv("tune", TINY, "--budget", "1s"))
+    assert "1 known" in words(openconv("tune", CHOICE, "--budget", "1s"))
 
 
 def test_tune_takes_a_model_by_its_name(user, tmp_path, monkeypatch):
@@ -308,7 +330,7 @@ def test_tune_takes_a_model_by_its_name(user, tmp_path, monkeypatch):
         (("some_models:number", "--input", "1"), "is a int; wanted a torch.nn.Module"),
         (("some_models:other", "--input", "1"), "wanted MODULE:NAME"),
         (("no.such:thing", "--input", "1"), "wanted MODULE:NAME"),
-        ((TINY, "--budget", "soon"), "wanted seconds > 0"),
+        ((CHOICE, "--budget", "soon"), "wanted seconds > 0"),
     ):
         refused = openconv("tune", *arguments)
         assert refused.exit_code == 2
@@ -325,7 +347,7 @@ def test_an_interrupted_tuning_keeps_what_is_measured(user, monkeypatch):
         return real(core, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr("openconv.tuner.measure_and_keep", interrupted)
-    done = openconv("tune", TINY, TINY.with_(n=8), "--budget", "0.5s")
+    done = openconv("tune", CHOICE, CHOICE.with_(n=8), "--budget", "0.5s")
     assert done.exit_code == 130
     assert "goes on from there" in words(done)
     assert len(database.read_database(user)) == 1
@@ -333,8 +355,8 @@ def test_an_interrupted_tuning_keeps_what_is_measured(user, monkeypatch):
 
 def test_databases_are_shown_compared_merged_exported_and_imported(user, tmp_path):
     a, b, both, out = (tmp_path / name for name in ("a.json", "b.json", "both.json", "out.json"))
-    assert openconv("tune", TINY, "--budget", "0.2s", "--out", a).exit_code == 0
-    assert openconv("tune", TINY.with_(n=8), "--budget", "0.2s", "--out", b).exit_code == 0
+    assert openconv("tune", CHOICE, "--budget", "0.2s", "--out", a).exit_code == 0
+    assert openconv("tune", CHOICE.with_(n=8), "--budget", "0.2s", "--out", b).exit_code == 0
     assert "2 problems differ" in words(openconv("tuning", "diff", a, b))
     assert "0 problems differ" in words(openconv("tuning", "diff", a, a))
     assert openconv("tuning", "merge", a, b, "--out", both).exit_code == 0
@@ -345,7 +367,7 @@ def test_databases_are_shown_compared_merged_exported_and_imported(user, tmp_pat
     assert database.read_database(out).to_text() == database.read_database(both).to_text()
     shown = openconv("tuning", "show", "n8")
     assert "n8" in shown.output
-    assert "n1 " not in shown.output
+    assert "n2 " not in shown.output
     damaged = tmp_path / "damaged.json"
     damaged.write_text("{")
     before = user.read_text()

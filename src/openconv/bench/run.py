@@ -8,6 +8,7 @@ in the heap, whose pages are already there, and torch's buffers to fall into the
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -25,7 +26,7 @@ from ..reference import Inputs, Reference, allowed_error, random_inputs
 from ..select import Candidate, Policy, current_policy, rank
 from ..units import bytes_text, seconds_text
 from .ceilings import ceilings, rate_name, roofline_floor
-from .peers import NotTaken, Peer, Prepared, default_peers, peer_named
+from .peers import NotTaken, Peer, default_peers, peer_named
 from .results import Record, environment
 from .timing import Timing, overhead, race, race_cuda
 
@@ -48,8 +49,8 @@ class Limits:
 
     ``engines``: only these; None for none. ``peers``: these, by name; None for all that usually take part.
     ``budget``: seconds of timing for each contestant. ``longest``: an engine that is predicted to take longer for one
-    call is left out, and a problem without one that is quicker is skipped. ``overhead``: also measure what a call costs
-    the CPU before it returns.
+    call is left out, and a problem without one that is quicker is skipped; a peer that turns out to take longer is
+    called once. ``overhead``: also measure what a call costs the CPU before it returns.
     """
 
     engines: Sequence[str] | None = ()
@@ -202,14 +203,19 @@ def measure(
     found = _field(problem, device, limits)
     _check_size(problem, place, found, limits)
     with torch.no_grad():
-        peers = _peers(problem, place, limits, found.notes)
-        check = partial(verify, problem, place, found.contestants, [peer.name for peer in peers])
+        sets = _inputs(problem, place)
+        ready = _prepared(problem, place, sets, limits, found.notes)
+        usual = {name: peer for name, peer in ready.items() if peer.once is None}
+        check = partial(verify, problem, place, found.contestants, list(usual))
         errors = verifying.submit(check).result() if verifying else check()
         wrong = [name for name, error in errors.items() if not error <= _allowed(problem, found, name)]
-        calls = _ready(problem, place, device, found, peers, wrong)
-        if not calls and not wrong:
+        calls: _Calls = {c.name: tuple(c.call(problem, inputs, device) for inputs in sets) for c in found.contestants}
+        calls |= {name: peer.calls for name, peer in usual.items()}
+        calls = {name: those for name, those in calls.items() if name not in wrong}
+        if not ready and not found.contestants:
             raise Skipped("nothing runs it" + "".join(f"; {name}: {why}" for name, why in found.notes.items()))
         timings = _race(calls, place, limits)
+        timings |= {name: Timing(*[peer.once] * 3) for name, peer in ready.items() if peer.once is not None}
         ceiling = ceilings(place, [rate_name(problem)])
         floor = roofline_floor(problem, ceiling)
         costs = {name: overhead(those[0], place).median for name, those in calls.items()} if limits.overhead else {}
@@ -245,29 +251,46 @@ def _free_memory() -> int:
         return 1 << 62
 
 
-def _ready(
-    problem: Problem, place: torch.device, device: Device, found: _Field, peers: Sequence[Peer], wrong: Sequence[str]
-) -> dict[str, tuple[Callable[[], object], ...]]:
-    """The calls of each contestant that is right, one for each set of inputs."""
+def _inputs(problem: Problem, place: torch.device) -> list[Inputs]:
+    """One set of inputs, or on a GPU several that are taken in turn, as far as they fit."""
     count = min(_SETS, max(1, _SETS_BYTES // max(problem.min_bytes, 1))) if place.type == "cuda" else 1
-    sets = [random_inputs(problem, seed, place) for seed in range(count)]
-    calls: dict[str, tuple[Callable[[], object], ...]] = {}
-    for contestant in found.contestants:
-        if contestant.name not in wrong:
-            calls[contestant.name] = tuple(contestant.call(problem, inputs, device) for inputs in sets)
-    for peer in peers:
-        if peer.name in wrong:
-            continue
+    return [random_inputs(problem, seed, place) for seed in range(count)]
+
+
+_Calls = dict[str, tuple[Callable[[], object], ...]]
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A peer's calls, one for each set of inputs; ``once`` is the time of the only one that was waited for."""
+
+    calls: tuple[Callable[[], object], ...]
+    once: float | None = None
+
+
+def _prepared(
+    problem: Problem, place: torch.device, sets: Sequence[Inputs], limits: Limits, notes: dict[str, str]
+) -> dict[str, _Ready]:
+    """The peers that run, called once. One whose first call takes too long has that as its only time."""
+    found: dict[str, _Ready] = {}
+    for peer in _peers(problem, place, limits, notes):
         try:
-            ready: Prepared = peer.prepare(problem, sets)
-            ready.calls[0]()
+            prepared = peer.prepare(problem, sets)
+            start = time.perf_counter()
+            prepared.calls[0]()
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)
+            took = time.perf_counter() - start
         except (NotTaken, RuntimeError) as reason:
-            found.notes[peer.name] = " ".join(str(reason).split())[:300]
+            notes[peer.name] = " ".join(str(reason).split())[:300]
             continue
-        calls[peer.name] = ready.calls
-        if ready.note:
-            found.notes[peer.name] = ready.note
-    return calls
+        if prepared.note:
+            notes[peer.name] = prepared.note
+        long = took > limits.longest
+        if long:
+            notes[peer.name] = f"called once, not verified: over the {limits.longest:g} s that are waited for"
+        found[peer.name] = _Ready(prepared.calls, took if long else None)
+    return found
 
 
 def _race(calls: dict[str, tuple[Callable[[], object], ...]], place: torch.device, limits: Limits) -> dict[str, Timing]:
