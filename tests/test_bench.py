@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,20 @@ def test_what_is_wrong_is_named_and_not_timed(monkeypatch):
 
 
 def test_a_verifier_in_another_process_sees_the_same():
-    with run.verifier() as verifying:
+    with run.Verifier() as verifying:
         found = measure("some", "tiny", TINY, CPU, QUICK, verifying=verifying)
     assert found.error == measure("some", "tiny", TINY, CPU, QUICK).error
+
+
+def test_a_fault_in_a_library_takes_down_the_verifier_and_not_the_benchmark():
+    with run.Verifier() as verifying:
+        with pytest.raises(Skipped, match="brought down the process that verified it"):
+            verifying.run(_fault)
+        assert measure("some", "tiny", TINY, CPU, QUICK, verifying=verifying).wrong == []
+
+
+def _fault() -> run.Verified:
+    os.abort()
 
 
 def test_a_choice_by_the_database_is_timed_beside_that_by_prediction(tmp_path, monkeypatch):
@@ -245,18 +257,11 @@ def test_an_interruption_keeps_what_is_done_and_a_resumed_run_does_the_rest(tmp_
 
 
 def test_a_wrong_engine_is_shown_as_wrong_and_fails_the_command(monkeypatch, tmp_path):
-    def wrong(*_: object) -> dict[str, float]:
-        return {"cpu.naive": 1.0}
-
-    class Here:
-        def __enter__(self) -> None:
-            return None
-
-        def __exit__(self, *_: object) -> None:
-            return None
+    def wrong(*_: object) -> run.Verified:
+        return run.Verified({"cpu.naive": 1.0})
 
     monkeypatch.setattr(run, "verify", wrong)
-    monkeypatch.setattr(run, "verifier", Here)
+    monkeypatch.setattr(run.Verifier, "run", lambda self, check: check())
     done = openconv("bench", TINY, "--budget", 0.001, "--engine", "cpu.naive", "--peer", "none", "--out", tmp_path)
     assert done.exit_code == 1
     assert "wrong" in done.output.lower()

@@ -315,3 +315,15 @@ def test_names_are_those_of_peers_and_no_engines():
     with pytest.raises(ValueError, match="no peer 'nothing'; wanted one of torch, torch_nchw"):
         peer_named("nothing")
     assert peers.__all__
+
+
+def test_torch_is_not_called_where_it_writes_past_its_buffers():
+    problem = Problem.parse("wgrad n1 c3 h32 w32 k8 r1 s1 stride2 f32 nchw")
+    cpu = torch.device("cpu")
+    for name, asked in (("torch_channels_last", problem), ("torch", problem.with_(layouts=("nhwc",) * 3))):
+        refused = peer_named(name).refusal(asked, cpu)
+        assert refused is not None
+        assert "writes past its buffers" in refused
+        assert peer_named(name).refusal(asked.with_(c=16), cpu) is None
+        assert peer_named(name).refusal(asked, torch.device("cuda")) is None
+    assert peer_named("torch").refusal(problem, cpu) is None

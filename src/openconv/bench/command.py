@@ -148,7 +148,7 @@ def _measure_all(
     from ..engine import UnsupportedProblem
     from ..terminal import with_time_left
     from .results import Ledger, environment
-    from .run import Skipped, measure, verifier
+    from .run import Skipped, Verifier, measure
 
     command = shlex.join(["openconv", *sys.argv[1:]])
     machine = environment(place)
@@ -158,7 +158,7 @@ def _measure_all(
         console.print(f"{len(jobs) - len(left)} of {len(jobs)} problems are recorded already by this code")
         jobs = left
     records: list[Record] = []
-    with verifier() if place.type == "cpu" else nullcontext() as verifying, with_time_left(console) as progress:
+    with Verifier() if place.type == "cpu" else nullcontext() as verifying, with_time_left(console) as progress:
         task = progress.add_task("measuring", total=len(jobs))
         try:
             for job in jobs:

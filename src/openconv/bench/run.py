@@ -1,6 +1,6 @@
 """Measure one problem: every engine that accepts it and every peer that takes it, verified, then timed in turn.
 
-On the CPU a second process verifies (:func:`verifier`). After a float64 reference in the same process torch's 5x5
+On the CPU a second process verifies (:class:`Verifier`). After a float64 reference in the same process torch's 5x5
 filter of 1024x2048 takes 15 ms, rather than the 33 of a program that only filters: the reference seems to leave holes
 in the heap, whose pages are already there, and torch's buffers to fall into them.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -23,14 +24,14 @@ from ..engine import Traits, UnsupportedProblem
 from ..plan import device_of, lower, plan_for
 from ..problem import Problem
 from ..reference import Inputs, Reference, allowed_error, random_inputs
-from ..select import Candidate, Policy, current_policy, rank
+from ..select import Candidate, Policy, current_policy, rank, under
 from ..units import bytes_text, seconds_text
 from .ceilings import ceilings, rate_name, roofline_floor
 from .peers import NotTaken, Peer, default_peers, peer_named
 from .results import Record, environment
 from .timing import Timing, overhead, race, race_cuda
 
-__all__ = ["Limits", "Skipped", "measure", "verifier", "verify"]
+__all__ = ["Limits", "Skipped", "Verified", "Verifier", "measure", "verify"]
 
 # Products beyond which the definition is not timed: it takes longer than everything else, and its threads come and go,
 # after which the system may put two of another contestant's on one core for 8 ms (seen with 5 million on two cores).
@@ -65,25 +66,21 @@ _USUAL = Limits()
 
 @dataclass(frozen=True)
 class _Contestant:
-    """An engine as it is called: ``engine`` is None for the one that openconv chooses, with the knobs that it chooses;
-    ``planned`` asks for the plan with the default knobs rather than for the function that users call."""
+    """An engine as it is called: under a policy, or under that in force where it is None."""
 
     name: str
-    engine: str | None
-    planned: bool = False
+    policy: Policy | None
 
     def call(self, problem: Problem, inputs: Inputs, device: Device) -> Callable[[], Tensor]:
         """What a user would call: the function for a plain forward pass, the plan itself for everything else."""
         a, b = inputs.a, inputs.b
         symmetric = all(low == high for low, high in problem.padding)
-        if problem.direction == "fprop" and symmetric and problem.epilogue.is_identity and not self.planned:
+        if problem.direction == "fprop" and symmetric and problem.epilogue.is_identity:
             function = (functional.conv1d, functional.conv2d, functional.conv3d)[problem.rank - 1]
             padding = tuple(low for low, _ in problem.padding)
-            return partial(
-                function, a, b, None, problem.stride, padding, problem.dilation, problem.groups, engine=self.engine
-            )
-        policy = Policy(engine=self.engine, tuning="off") if self.planned else current_policy().but(engine=self.engine)
-        return partial(plan_for(problem, device, policy), a, b, inputs.operands)
+            call = partial(function, a, b, None, problem.stride, padding, problem.dilation, problem.groups)
+            return under(self.policy, call) if self.policy else call
+        return partial(plan_for(problem, device, self.policy or current_policy()), a, b, inputs.operands)
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,8 @@ def _field(problem: Problem, device: Device, limits: Limits) -> _Field:
     if str(best.knobs) != str(defaults[chosen].knobs):
         chosen += f"[{best.knobs}]"
     found = _Field(chosen=chosen, heuristic=plain[0].engine.name, source=best.source)
-    known = {c.engine.name: c for c in tuned}
+    # The two that are compared most closely are called in the same way, down to the half microsecond of a policy.
+    as_chosen = None if chosen == found.heuristic else policy
     if chosen not in defaults:
         defaults[chosen] = best
     for name, candidate in defaults.items():
@@ -132,8 +130,8 @@ def _field(problem: Problem, device: Device, limits: Limits) -> _Field:
                 f"predicted {seconds_text(candidate.expected)}; at most {limits.longest:g} s are waited for"
             )
         else:
-            other_knobs = name != chosen and str(known[engine].knobs) != str(candidate.knobs)
-            found.contestants.append(_Contestant(name, None if name == chosen else engine, planned=other_knobs))
+            alone = policy.but(engine=engine, tuning="off")
+            found.contestants.append(_Contestant(name, as_chosen if name == chosen else alone))
             found.candidates[name] = candidate
     if limits.engines and not found.contestants:
         reasons = {r.engine.name: list(r.reasons) for r in refusals if r.engine.name in limits.engines}
@@ -157,35 +155,76 @@ def _peers(problem: Problem, place: torch.device, limits: Limits, notes: dict[st
 # -- verified -------------------------------------------------------------------------------------------------------
 
 
-def verifier() -> Executor:
-    """A process for verifying, to be used in a ``with`` statement."""
-    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+class Verifier:
+    """A second process for verifying, to be used in a ``with`` statement."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Verifier:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._pool:
+            self._pool.shutdown()
+
+    def run(self, check: Callable[[], Verified]) -> Verified:
+        """What the check returns over there. Skipped if it took the process down, as a fault in a peer's library can:
+        the next one gets a new process."""
+        self._pool = self._pool or ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        try:
+            return self._pool.submit(check).result()
+        except BrokenProcessPool:
+            self._pool = None
+            raise Skipped("a contestant brought down the process that verified it") from None
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The errors against float64 of what ran; ``once`` has the seconds of the only call of peers that take too long,
+    which are not checked; ``notes`` say why a peer takes no part."""
+
+    error: dict[str, float] = field(default_factory=dict)
+    once: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 def verify(
-    problem: Problem, place: torch.device, contestants: Sequence[_Contestant], peers: Sequence[str]
-) -> dict[str, float]:
-    """The error of each contestant's result against float64. A peer that does not run has no entry."""
+    problem: Problem, place: torch.device, contestants: Sequence[_Contestant], peers: Sequence[str], longest: float
+) -> Verified:
+    """Run every contestant once and compare its result with float64."""
+    found = Verified()
     with torch.no_grad():
         inputs, device = random_inputs(problem, device=place), device_of(place)
         with torch.backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=False):  # no search for the reference
             reference = Reference(problem, inputs, place=place)
-        errors = {c.name: reference.error(c.call(problem, inputs, device)()) for c in contestants}
+        for contestant in contestants:
+            found.error[contestant.name] = reference.error(contestant.call(problem, inputs, device)())
         for name in peers:
             try:
                 ready = peer_named(name).prepare(problem, [inputs])
-                errors[name] = reference.error(ready.result(ready.calls[0]()))
-            except (NotTaken, RuntimeError):
+                start = time.perf_counter()
+                result = ready.result(ready.calls[0]())
+                if place.type == "cuda":
+                    torch.cuda.synchronize(place)
+                took = time.perf_counter() - start
+            except (NotTaken, RuntimeError) as reason:
+                found.notes[name] = " ".join(str(reason).split())[:300]
                 continue
-        return errors
+            if took > longest:
+                found.once[name] = took
+                found.notes[name] = f"called once, not verified: over the {longest:g} s that are waited for"
+            else:
+                found.error[name] = reference.error(result)
+    return found
 
 
 def _allowed(problem: Problem, field: _Field, name: str) -> float:
     """The most that a correct result may be off. Of a peer, whose method is its own affair, it is what would make it
-    useless: a ten-thousandth, beyond rounding to the result's dtype."""
+    useless: a thousandth, beyond rounding to the result's dtype."""
     if name in field.candidates:
         return allowed_error(problem, field.candidates[name].traits)
-    return allowed_error(problem, Traits("", 1e-4))
+    return allowed_error(problem, Traits("", 1e-3))
 
 
 # -- timed ------------------------------------------------------------------------------------------------------------
@@ -193,9 +232,9 @@ def _allowed(problem: Problem, field: _Field, name: str) -> float:
 
 def measure(
     suite: str, label: str, problem: Problem, place: torch.device, limits: Limits = _USUAL, *,
-    verifying: Executor | None = None, command: str = "",
+    verifying: Verifier | None = None, command: str = "",
 ) -> Record:  # fmt: skip
-    """Verify, by the executor if there is one, and time. A wrong contestant is named in ``wrong`` and not timed.
+    """Verify, in the second process if there is one, and time. A wrong contestant is named in ``wrong`` and not timed.
 
     UnsupportedProblem if none of the engines that were asked for takes it; Skipped if it is too large.
     """
@@ -203,26 +242,24 @@ def measure(
     found = _field(problem, device, limits)
     _check_size(problem, place, found, limits)
     with torch.no_grad():
-        sets = _inputs(problem, place)
-        ready = _prepared(problem, place, sets, limits, found.notes)
-        usual = {name: peer for name, peer in ready.items() if peer.once is None}
-        check = partial(verify, problem, place, found.contestants, list(usual))
-        errors = verifying.submit(check).result() if verifying else check()
-        wrong = [name for name, error in errors.items() if not error <= _allowed(problem, found, name)]
-        calls: _Calls = {c.name: tuple(c.call(problem, inputs, device) for inputs in sets) for c in found.contestants}
-        calls |= {name: peer.calls for name, peer in usual.items()}
-        calls = {name: those for name, those in calls.items() if name not in wrong}
-        if not ready and not found.contestants:
+        peers = _peers(problem, place, limits, found.notes)
+        names = [peer.name for peer in peers]
+        check = partial(verify, problem, place, found.contestants, names, limits.longest)
+        seen = verifying.run(check) if verifying else check()
+        found.notes.update(seen.notes)
+        if not seen.error and not seen.once:
             raise Skipped("nothing runs it" + "".join(f"; {name}: {why}" for name, why in found.notes.items()))
+        wrong = [name for name, error in seen.error.items() if not error <= _allowed(problem, found, name)]
+        calls = _calls(problem, place, found, [peer for peer in peers if peer.name in seen.error], wrong)
         timings = _race(calls, place, limits)
-        timings |= {name: Timing(*[peer.once] * 3) for name, peer in ready.items() if peer.once is not None}
+        timings |= {name: Timing(took, took, took) for name, took in seen.once.items()}
         ceiling = ceilings(place, [rate_name(problem)])
         floor = roofline_floor(problem, ceiling)
         costs = {name: overhead(those[0], place).median for name, those in calls.items()} if limits.overhead else {}
     return Record(
         suite=suite, label=label, problem=str(problem), chosen=found.chosen, heuristic=found.heuristic,
         source=found.source, seconds={name: asdict(timing) for name, timing in timings.items()},
-        predicted={name: c.cost for name, c in found.candidates.items()}, error=errors, wrong=wrong,
+        predicted={name: c.cost for name, c in found.candidates.items()}, error=seen.error, wrong=wrong,
         knobs={name: str(c.knobs) for name, c in found.candidates.items()},
         workspace={name: c.workspace for name, c in found.candidates.items()}, ceilings=ceiling,
         roofline={name: floor / timing.median for name, timing in timings.items()}, overhead=costs, notes=found.notes,
@@ -260,40 +297,23 @@ def _inputs(problem: Problem, place: torch.device) -> list[Inputs]:
 _Calls = dict[str, tuple[Callable[[], object], ...]]
 
 
-@dataclass(frozen=True)
-class _Ready:
-    """A peer's calls, one for each set of inputs; ``once`` is the time of the only one that was waited for."""
-
-    calls: tuple[Callable[[], object], ...]
-    once: float | None = None
-
-
-def _prepared(
-    problem: Problem, place: torch.device, sets: Sequence[Inputs], limits: Limits, notes: dict[str, str]
-) -> dict[str, _Ready]:
-    """The peers that run, called once. One whose first call takes too long has that as its only time."""
-    found: dict[str, _Ready] = {}
-    for peer in _peers(problem, place, limits, notes):
-        try:
+def _calls(problem: Problem, place: torch.device, found: _Field, peers: Sequence[Peer], wrong: Sequence[str]) -> _Calls:
+    """The calls of each contestant that is right, one for each set of inputs."""
+    sets, device = _inputs(problem, place), device_of(place)
+    calls: _Calls = {}
+    for contestant in found.contestants:
+        if contestant.name not in wrong:
+            calls[contestant.name] = tuple(contestant.call(problem, inputs, device) for inputs in sets)
+    for peer in peers:
+        if peer.name not in wrong:
             prepared = peer.prepare(problem, sets)
-            start = time.perf_counter()
-            prepared.calls[0]()
-            if place.type == "cuda":
-                torch.cuda.synchronize(place)
-            took = time.perf_counter() - start
-        except (NotTaken, RuntimeError) as reason:
-            notes[peer.name] = " ".join(str(reason).split())[:300]
-            continue
-        if prepared.note:
-            notes[peer.name] = prepared.note
-        long = took > limits.longest
-        if long:
-            notes[peer.name] = f"called once, not verified: over the {limits.longest:g} s that are waited for"
-        found[peer.name] = _Ready(prepared.calls, took if long else None)
-    return found
+            calls[peer.name] = prepared.calls
+            if prepared.note:
+                found.notes[peer.name] = prepared.note
+    return calls
 
 
-def _race(calls: dict[str, tuple[Callable[[], object], ...]], place: torch.device, limits: Limits) -> dict[str, Timing]:
+def _race(calls: _Calls, place: torch.device, limits: Limits) -> dict[str, Timing]:
     budget = limits.budget * len(calls)
     if not calls:
         return {}

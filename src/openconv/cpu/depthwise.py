@@ -149,8 +149,6 @@ class Depthwise(Engine):
         moving = problem.min_bytes * waste * (1 + (4 if direct else 8) / width) / device.bandwidth
         rate = device.flops * 4 / size * (0.42 if device.lanes >= 16 else 0.6)
         arithmetic = 2.0 * problem.macs * waste / (rate * 0.7 if problem.direction == "wgrad" else rate)
-        if problem.rank == 1 and problem.direction == "wgrad":
-            moving *= 0.75  # rows are long, and only read
         if problem.k != problem.c:
             # Filters that share a channel: one value of x is spread over the lanes for each, and a stride keeps those
             # of neighbouring results apart. 12 ns a result and 1 ns a product on one core, measured with C = 1.

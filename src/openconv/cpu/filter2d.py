@@ -175,7 +175,8 @@ class Filter2d(Engine):
         planes = problem.n * channels * 0.1e-6 / device.threads
         if problem.direction == "wgrad":
             computing *= 2.5 if short else 1.5  # it loads dy besides x, and adds up lanes
-            moving *= 2.0 if short else 1.5 if problem.rank == 1 else 1.0
+            moving *= 2.0 if short else 1.0
+            planes *= 9 if problem.rank == 1 else 1  # each row begins and ends on its own
         return 5e-6 + max(computing, moving) + computing / 8 + planes
 
     def build(self, problem: Problem, device: Device, knobs: Filter2dKnobs) -> Runner:

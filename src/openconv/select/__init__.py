@@ -1,7 +1,7 @@
 """Which engine, which knobs, and why: pure Python, without torch."""
 
 from .choose import Candidate, Refusal, choose, known_of, rank, search
-from .policy import DEFAULT, Policy, current_policy, policy, tuning
+from .policy import DEFAULT, Policy, current_policy, policy, tuning, under
 
 __all__ = [
     "DEFAULT",
@@ -15,4 +15,5 @@ __all__ = [
     "rank",
     "search",
     "tuning",
+    "under",
 ]
