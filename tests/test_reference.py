@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import product
 
 import pytest
@@ -66,3 +67,11 @@ def test_integers_wrap_as_their_type_does():
     assert error_of(problem, wrapped, inputs) == 0
     wrapped.flatten()[3] += 1
     assert error_of(problem, wrapped, inputs) == 1
+
+
+def test_half_precision_below_its_smallest_normal_number_is_no_error():
+    problem = Problem.parse("dgrad n2 c64 h4 w4 k1 r4 s4 f16 nhwc")  # each result is a single product
+    inputs = random_inputs(problem)
+    small = dataclasses.replace(inputs, a=inputs.a * 1e-2, b=inputs.b * 1e-2)
+    assert error_of(problem, expected(problem, small).half(), small) <= 1.001 * 2.0**-11
+    assert error_of(problem, 2 * expected(problem, small).half(), small) > 0.1

@@ -19,6 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .cpu import memory, runtime
+from .engine import engines
+from .plan import device_of
+from .select import current_policy
+from .select.database import stores
 from .units import bytes_text
 
 if TYPE_CHECKING:
@@ -47,7 +51,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """All findings, area by area."""
-    areas: tuple[Callable[[], Iterator[Finding]], ...] = (_versions, _cpu, _cuda, _cache, _optional, _trial)
+    areas: tuple[Callable[[], Iterator[Finding]], ...] = (_versions, _cpu, _cuda, _cache, _tuning, _optional, _trial)
     return [finding for area in areas for finding in area()]
 
 
@@ -66,7 +70,7 @@ def _versions() -> Iterator[Finding]:
     yield Finding(
         "versions", "torch", f"{torch.__version__}, CPU kernels for {torch.backends.cpu.get_cpu_capability()}"
     )
-    for package in ("numba", "numpy", "rich", "typer", "matplotlib", "pillow"):
+    for package in ("numba", "numpy", "rich", "typer", "matplotlib", "pillow", "filelock"):
         found = _version(package)
         if found:
             yield Finding("versions", package, found)
@@ -195,6 +199,19 @@ _OPTIONAL = (
     ("scipy", "scipy", "bench", "compare with scipy"),
     ("cuda.core", "cuda-core", "cuda", "compile and run GPU kernels"),
 )
+
+
+def _tuning() -> Iterator[Finding]:
+    """The databases that choices on this CPU go by, and how much of them holds for the present engines."""
+    device = device_of(torch.device("cpu"))
+    yield Finding("tuning", "mode", f"{current_policy().tuning} (OPENCONV_TUNING, openconv.tuning)")
+    versions = {engine.name: engine.version for engine in engines()}
+    for layer, store in stores(device.key).items():
+        entries = store.load().devices.get(device.key, {}).values()
+        stale = sum(not any(versions.get(m.engine) == m.version for m in e.measured) for e in entries)
+        value = f"{len(entries)} problems for '{device.key}'" + (f", {stale} of them out of date" if stale else "")
+        yield Finding("tuning", f"{layer} database", value, NOTE if stale else OK,
+                      "openconv tune measures them again" if stale else "")  # fmt: skip
 
 
 def _optional() -> Iterator[Finding]:

@@ -3,7 +3,8 @@
     error = max over the results of  |got - wanted| / sum(|x| * |w|)
 
 the unit of :attr:`openconv.engine.Traits.error_bound`: a share of the size of the terms that were added up, which does
-not blow up where they cancel. Large problems are compared on a :class:`Part` of their results.
+not blow up where they cancel. A size below the smallest normal number of the result's dtype counts as that number:
+further down f16 has steps, not digits. Large problems are compared on a :class:`Part` of their results.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Reference:
         if not got.is_floating_point() and not got.is_complex():
             return float((self._wanted.round().to(torch.int64).to(got.dtype).long() - got.long()).abs().max())
         difference = (_wide(got, self._place) - self._wanted).abs()
-        share = torch.where(difference == 0, 0.0, difference / self._size)
+        share = torch.where(difference == 0, 0.0, difference / self._size.clamp_min(torch.finfo(got.dtype).tiny))
         return float(share.nan_to_num(nan=torch.inf).max())
 
 

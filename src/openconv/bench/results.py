@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import re
 import subprocess
@@ -148,7 +149,10 @@ def environment(place: torch.device, command: str = "") -> dict[str, Any]:
 
 @cache
 def commit() -> str:
-    """The commit of the checkout that runs, with ``+`` where its package was changed since; ``unknown`` elsewhere."""
+    """The commit of the checkout that runs, with ``+`` where its package was changed since; ``unknown`` elsewhere.
+    ``OPENCONV_COMMIT`` tells it to a tree that was copied without its history."""
+    if given := os.environ.get("OPENCONV_COMMIT"):
+        return given
     root = Path(__file__).resolve().parents[3]
 
     def git(*words: str) -> str:

@@ -46,6 +46,7 @@ __all__ = [
     "read_database",
     "shipped_databases",
     "shipped_file",
+    "stores",
     "user_store",
 ]
 
@@ -336,6 +337,11 @@ def shipped_file(device: str) -> Path:
     return _SHIPPED / (re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
 
 
+def stores(device: str) -> dict[str, Store]:
+    """The databases that bear on a kind of device, the first that knows a problem being the one that counts."""
+    return {"user": user_store(), "shipped": _store(shipped_file(device))}
+
+
 # -- what is known of a problem ------------------------------------------------------------------------------------
 
 
@@ -360,7 +366,7 @@ class Known:
         return f"neighbour '{self.problem}' ({where})" if self.distance else where
 
 
-_FAR = 1.5
+_FAR = 1.0
 """Doublings of sizes, all axes together, beyond which a neighbour says nothing. Twice the batch is 1; 56x56 instead of
 48x48 is 0.44."""
 _DETAIL = 0.05
@@ -377,13 +383,13 @@ def lookup(
         return entry is not None and any(version_of(m.engine) == m.version for m in entry.measured)
 
     text, key = str(problem), device.key
-    layers = (("user", user_store()), ("shipped", _store(shipped_file(key))))
-    for layer, store in layers:
+    layers = stores(key)
+    for layer, store in layers.items():
         entry = store.load().devices.get(key, {}).get(text)
         if entry and current(entry):
             return Known(text, entry, layer)
     near: list[Known] = []
-    for layer, store in layers if neighbours else ():
+    for layer, store in layers.items() if neighbours else ():
         for other, entry in store.similar(key, _family(text)):
             distance = _distance(problem, other)
             if distance <= _FAR and current(entry):
