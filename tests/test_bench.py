@@ -19,6 +19,7 @@ from openconv.bench.command import jobs_of
 from openconv.bench.results import Ledger, Record, commit, device_slug, environment, read, write
 from openconv.bench.run import Limits, Skipped, measure
 from openconv.bench.suites import Variation
+from openconv.bench.timing import Timing
 from openconv.cli import app
 from openconv.cpu.device import cpu_device
 from openconv.engine import UnsupportedProblem, engine_named
@@ -150,6 +151,22 @@ def test_a_peer_that_takes_too_long_is_called_once(monkeypatch):
     assert found.seconds["torch"]["median"] == found.seconds["torch"]["p80"] >= 0.05
     assert "called once" in found.notes["torch"]
     assert "torch" not in found.error
+
+
+def test_a_disturbed_race_is_run_again_and_told(monkeypatch):
+    races = []
+    taken = iter([0, 10**9, 0, 10**9, 0, 0])
+
+    def noted(calls: Any, **options: Any) -> list[Timing]:
+        races.append(calls)
+        return [Timing(1e-3, 1e-3, 1e-3) for _ in calls]
+
+    monkeypatch.setattr(run, "race", noted)
+    monkeypatch.setattr(run, "_taken_away", lambda: next(taken))
+    assert measure("some", "tiny", TINY, CPU, QUICK).disturbed == 0
+    assert len(races) == 3
+    taken = iter([0, 10**9] * 3)
+    assert measure("some", "tiny", TINY, CPU, QUICK).disturbed > run.DISTURBED
 
 
 def test_overhead_is_measured_when_asked_for():

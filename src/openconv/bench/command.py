@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..problem import Problem
     from .results import Record
-    from .run import Limits
+    from .run import DISTURBED, Limits
     from .suites import Variation
 
 __all__ = ["Job", "bench", "jobs_of", "place_of", "restart_with"]
@@ -95,6 +95,8 @@ def bench(
         console.print(shown)
     if folder:
         console.print(f"recorded {len(records)} problems in {folder}", soft_wrap=True)
+    if busy := sum(r.disturbed > DISTURBED for r in records):
+        console.print(f"[yellow]{busy} problems were timed while other programs used the cores: measure them again")
     if stopped:
         console.print("[yellow]stopped; what is done is kept, and --resume goes on from there")
         raise typer.Exit(130)

@@ -69,6 +69,8 @@ class Record:
     """The share of the roofline that each contestant reached: the floor by the ceilings over its median."""
     overhead: dict[str, float] = field(default_factory=dict)
     """Seconds of CPU time that a call takes before it returns, where they were asked for."""
+    disturbed: float = 0.0
+    """How often a second other programs took the CPU away while it was timed."""
     notes: dict[str, str] = field(default_factory=dict)
     """What is worth saying of a contestant: the plan that a peer chose, or why it took no part."""
 
