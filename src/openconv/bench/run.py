@@ -336,8 +336,8 @@ def _race(calls: _Calls, place: torch.device, limits: Limits) -> tuple[dict[str,
 
 
 DISTURBED = 100.0
-"""Times a second that a core is taken away, beyond which times are those of a busy machine: seen on two cores were 30 to
-45 on a quiet one, and over 200 beside one busy program."""
+"""Times a second that a core is taken away, beyond which times are those of a busy machine: on two cores 30 to 45 were
+seen when it was quiet, and over 200 beside one busy program."""
 _TINY = 50e-6
 
 
