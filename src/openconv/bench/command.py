@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..problem import Problem
     from .results import Record
-    from .run import DISTURBED, Limits
+    from .run import Limits
     from .suites import Variation
 
 __all__ = ["Job", "bench", "jobs_of", "place_of", "restart_with"]
@@ -75,7 +75,7 @@ def bench(
     from .report.runs import Run
     from .report.tables import layer_tables
     from .results import device_slug, results_folder
-    from .run import Limits
+    from .run import DISTURBED, Limits
     from .suites import Variation
 
     console, place = wide_console(), place_of(device)
