@@ -59,7 +59,8 @@ bench: $(NEEDS) ## verify, time and record under benchmarks/results
 docs: $(NEEDS_DOCS) ## regenerate the tables from the recorded results, build the site in build/docs
 	$(PY) -m openconv.bench.report
 	$(PY) -m sphinx --quiet -b html docs build/docs
-	@echo "docs: build/docs/index.html"
+	$(PY) -m openconv.cli report --out build/docs/report --layers none
+	@echo "docs: build/docs/index.html, build/docs/report/report.html"
 
 # Compiled kernels in the user's cache directory are keyed by their source and never stale: they stay.
 clean: ## remove build outputs and caches, Numba's too; keeps .venv and recorded results

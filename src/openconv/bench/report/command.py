@@ -99,13 +99,18 @@ def _print_comparison(console: Console, sides: list[list[Run]]) -> None:
 
 
 def _write_pictures(console: Console, runs: list[Run], out: Path, plots: bool) -> None:
+    from ...terminal import with_time_left
     from .page import write_page
+    from .plots import write_plots
 
     out.mkdir(parents=True, exist_ok=True)
-    paths = []
-    if plots:
-        from .plots import write_plots
-
-        paths = [path for run in runs for path in write_plots(run, out)]
-    for path in [*paths, write_page(out / "report.html", runs)]:
+    paths: list[Path] = []
+    with with_time_left(console) as progress:
+        task = progress.add_task("drawing", total=plots * len(runs) + 1)
+        for run in runs if plots else ():
+            progress.update(task, description=f"drawing {run.name}")
+            paths += write_plots(run, out)
+            progress.advance(task)
+        paths.append(write_page(out / "report.html", runs))
+    for path in paths:
         console.print(str(path), soft_wrap=True, highlight=False)
