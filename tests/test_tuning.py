@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -188,6 +192,15 @@ def test_a_mode_that_is_none_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="measure_seconds is 0; wanted a number of seconds > 0"):
         openconv.tuning("measure", seconds=0)
     assert current_policy() is before
+
+
+def test_a_policy_from_another_process_is_equal_to_its_own_kind():
+    told = Policy(engine="cpu.naive", tuning="measure")
+    script = f"import pickle, sys; from openconv.select import Policy; sys.stdout.buffer.write(pickle.dumps({told!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, check=True, env={**os.environ, "PYTHONHASHSEED": "1"}
+    )
+    assert {pickle.loads(done.stdout): 1}[told] == 1
 
 
 def test_the_policy_s_text_carries_the_mode():

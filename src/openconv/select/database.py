@@ -272,9 +272,10 @@ class Store:
         return self._database
 
     def update(self, found: Database) -> None:
-        """Add to the file: read, merged and replaced under a lock that other processes keep to as well."""
+        """Add to the file: read, merged and replaced under a lock that other processes keep to as well. TimeoutError if
+        one of them keeps it for a minute."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{self.path}.lock"):
+        with FileLock(f"{self.path}.lock", timeout=60):
             write_atomic(self.path, self._read().merge(found).to_text())
 
     def similar(self, device: str, family: str) -> list[tuple[str, Entry]]:

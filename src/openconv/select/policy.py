@@ -65,6 +65,9 @@ class Policy:
         hashed: int = self._hash  # type: ignore[attr-defined]  # counted once: a policy is part of every plan's key
         return hashed
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Policy, tuple(getattr(self, f.name) for f in fields(self))  # another process hashes otherwise
+
     def but(self, **changes: Any) -> Policy:
         """This policy with those changes that are not None."""
         changes = {name: value for name, value in changes.items() if value is not None}
