@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -129,6 +130,13 @@ def test_what_takes_too_long_or_too_much_memory_is_skipped_before_it_runs(monkey
         measure("some", "large", large, CPU, dataclasses.replace(QUICK, engines=("cpu.naive",)))
     with pytest.raises(Skipped, match=r"at most 1e-09 s are waited for"):
         measure("some", "large", large, CPU, dataclasses.replace(QUICK, longest=1e-9))
+    short = (
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: 28800000000 bytes"
+    )
+    for error in (RuntimeError(short), MemoryError("no more")):
+        monkeypatch.setattr(run, "verify", Mock(side_effect=error))
+        with pytest.raises(Skipped, match="not enough memory to verify it"):
+            measure("some", "tiny", TINY, CPU, QUICK)
     monkeypatch.setattr(run, "_free_memory", lambda: 1000)
     with pytest.raises(Skipped, match=r"it needs about .* are free"):
         measure("some", "tiny", TINY, CPU, QUICK)

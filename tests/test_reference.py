@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from openconv.problem import Problem
-from openconv.reference import error_of, expected, part_of, random_inputs
+from openconv.reference import Reference, error_of, expected, part_of, parts_of, random_inputs
 
 LINES = (
     "fprop n5 c4 h9 w8 k6 r3 s2 stride2 pad1:2 g2 f32 nhwc",
@@ -33,6 +33,33 @@ def test_a_part_has_the_values_of_the_whole(line, most):
     assert part.problem.macs <= problem.macs
     if most == 1e9:
         assert part.problem == problem
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fprop n1 c1 h40 w12 k1 r7 s3 pad3,1 f32 nchw",
+        "fprop n2 c2 h41 w9 k2 r3 s3 stride2 pad2:1 dil2 g2 f32 nhwc +bias+residual+relu",
+        "fprop n1 c1 w100 k1 s5 stride3 pad4:0 f64 nchw",
+        "fprop n1 c1 d9 h5 w5 k1 t3 r3 s3 pad1 f32 nchw",
+        "fprop n1 c1 h1 w50 k1 r1 s3 f32 nchw",
+    ],
+)
+def test_a_large_image_is_compared_by_its_first_and_last_rows(line):
+    problem = Problem.parse(line)
+    inputs = random_inputs(problem)
+    whole = expected(problem, inputs)
+    parts = parts_of(problem, problem.macs / 8)
+    assert len(parts) == (2 if problem.out[0] > 1 else 1)
+    for part in parts:
+        some = expected(part.problem, part.inputs(inputs))
+        torch.testing.assert_close(some, whole[part.result], rtol=1e-12, atol=1e-12)
+    if len(parts) == 2:
+        assert sum(part.problem.macs for part in parts) <= problem.macs / 4
+        for row in (0, problem.out[0] - 1):  # a fault in either is seen
+            faulty = whole.to(inputs.a.dtype)
+            faulty[:, :, row] += 10
+            assert Reference(problem, inputs, most_macs=problem.macs / 8).error(faulty) > 0.01
 
 
 def test_the_reference_is_the_definition():

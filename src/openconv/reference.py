@@ -23,7 +23,8 @@ from .evaluate import evaluate
 from .problem import Problem
 from .tensors import DTYPES, to_layout
 
-__all__ = ["Inputs", "Part", "Reference", "allowed_error", "error_of", "expected", "part_of", "random_inputs"]
+__all__ = ["Inputs", "Part", "Reference", "allowed_error", "error_of", "expected", "part_of", "parts_of",
+           "random_inputs"]  # fmt: skip
 
 # Half a unit in the last place: what rounding a result to this dtype may add.
 _ROUNDING = {"f32": 2.0**-24, "f64": 2.0**-53, "f16": 2.0**-11, "bf16": 2.0**-8, "complex32": 2.0**-11}
@@ -111,24 +112,34 @@ class Reference:
     def __init__(
         self, problem: Problem, inputs: Inputs, *, most_macs: float = 2e8, place: torch.device | str = "cpu"
     ) -> None:
-        part = part_of(problem, most_macs)
-        self._place, self._part, inputs, problem = place, part.result, part.inputs(inputs), part.problem
-        self._wanted = expected(problem, inputs, place)
-        magnitudes = _wide(inputs.a, place).abs(), _wide(inputs.b, place).abs()
-        self._size = _convolve(problem.with_(epilogue=IDENTITY), *magnitudes)
-        for operand, value in zip(problem.epilogue.operands, inputs.operands, strict=True):
-            channels = operand.kind == "channel"
-            self._size = self._size + _wide(value.view(-1, *(1,) * problem.rank) if channels else value, place).abs()
+        self._place = place
+        self._parts = [
+            (part.result, expected(part.problem, part.inputs(inputs), place), _sizes(part, inputs, place))
+            for part in parts_of(problem, most_macs)
+        ]
 
     def error(self, got: Tensor) -> float:
         """The error of a result; infinity if it is not finite where it should be. Integers are compared as their type
         wraps, and their error is the largest difference."""
-        got = got[self._part].to(self._place)
+        return max(self._error(got[where].to(self._place), wanted, size) for where, wanted, size in self._parts)
+
+    def _error(self, got: Tensor, wanted: Tensor, size: Tensor) -> float:
         if not got.is_floating_point() and not got.is_complex():
-            return float((self._wanted.round().to(torch.int64).to(got.dtype).long() - got.long()).abs().max())
-        difference = (_wide(got, self._place) - self._wanted).abs()
-        share = torch.where(difference == 0, 0.0, difference / self._size.clamp_min(torch.finfo(got.dtype).tiny))
+            return float((wanted.round().to(torch.int64).to(got.dtype).long() - got.long()).abs().max())
+        difference = (_wide(got, self._place) - wanted).abs()
+        share = torch.where(difference == 0, 0.0, difference / size.clamp_min(torch.finfo(got.dtype).tiny))
         return float(share.nan_to_num(nan=torch.inf).max())
+
+
+def _sizes(part: Part, whole: Inputs, place: torch.device | str) -> Tensor:
+    """The size of the terms that each result of the part adds up."""
+    problem, inputs = part.problem, part.inputs(whole)
+    magnitudes = _wide(inputs.a, place).abs(), _wide(inputs.b, place).abs()
+    size = _convolve(problem.with_(epilogue=IDENTITY), *magnitudes)
+    for operand, value in zip(problem.epilogue.operands, inputs.operands, strict=True):
+        channels = operand.kind == "channel"
+        size = size + _wide(value.view(-1, *(1,) * problem.rank) if channels else value, place).abs()
+    return size
 
 
 def error_of(problem: Problem, got: Tensor, inputs: Inputs, *, most_macs: float = 2e8) -> float:
@@ -158,7 +169,7 @@ class Part:
 
     def inputs(self, whole: Inputs) -> Inputs:
         """The inputs of the part."""
-        cuts = {"channel": self.result[1:], "tensor": self.result, "scalar": ()}
+        cuts = {"channel": self.result[1:2], "tensor": self.result, "scalar": ()}
         kinds = [operand.kind for operand in self.problem.epilogue.operands]
         operands = tuple(value[cuts[kind]] for kind, value in zip(kinds, whole.operands, strict=True))
         return Inputs(whole.a[self.a], whole.b[self.b], operands)
@@ -190,6 +201,31 @@ def part_of(problem: Problem, most_macs: float) -> Part:
     if problem.direction == "wgrad":
         return Part(smaller, (every, x_channels), (every, y_channels), (y_channels,))
     return Part(smaller, (images, y_channels), (y_channels, w_channels), (images, dx_channels))
+
+
+def parts_of(problem: Problem, most_macs: float) -> list[Part]:
+    """:func:`part_of`; of a fprop that is still too large, such as a big image with a big filter, its first and its last
+    rows, which hold both paddings."""
+    part = part_of(problem, most_macs)
+    excess, rows = part.problem.macs / most_macs, problem.out[0]
+    if problem.direction != "fprop" or excess <= 1 or rows < 2:
+        return [part]
+    band = max(1, min(rows // 2, int(rows / excess / 2)))
+    return [_rows_of(part, 0, band), _rows_of(part, rows - band, rows)]
+
+
+def _rows_of(part: Part, start: int, stop: int) -> Part:
+    """A part of a fprop cut down to some output rows, and to the input rows that they reach."""
+    problem = part.problem
+    (low, _), stride, size = problem.padding[0], problem.stride[0], problem.spatial[0]
+    first = start * stride - low
+    last = (stop - 1) * stride - low + problem.dilation[0] * (problem.filter[0] - 1)
+    rows = slice(max(first, 0), min(last, size - 1) + 1)
+    smaller = problem.with_(
+        spatial=(rows.stop - rows.start, *problem.spatial[1:]),
+        padding=((max(-first, 0), max(last - size + 1, 0)), *problem.padding[1:]),
+    )
+    return Part(smaller, (*part.a, rows), part.b, (*part.result, slice(start, stop)))
 
 
 def _spread(count: int, excess: float) -> tuple[slice, int]:

@@ -245,7 +245,12 @@ def measure(
         peers = _peers(problem, place, limits, found.notes)
         names = [peer.name for peer in peers]
         check = partial(verify, problem, place, found.contestants, names, limits.longest)
-        seen = verifying.run(check) if verifying else check()
+        try:
+            seen = verifying.run(check) if verifying else check()
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
+                raise Skipped(f"not enough memory to verify it: {str(error).splitlines()[0]}") from None
+            raise
         found.notes.update(seen.notes)
         if not seen.error and not seen.once:
             raise Skipped("nothing runs it" + "".join(f"; {name}: {why}" for name, why in found.notes.items()))
