@@ -204,7 +204,7 @@ def part_of(problem: Problem, most_macs: float) -> Part:
 
 
 def parts_of(problem: Problem, most_macs: float) -> list[Part]:
-    """:func:`part_of`; of a fprop that is still too large, such as a big image with a big filter, its first and its last
+    """:func:`part_of`; of a fprop that is still too large, such as a big image with a big filter, the first and last
     rows, which hold both paddings."""
     part = part_of(problem, most_macs)
     excess, rows = part.problem.macs / most_macs, problem.out[0]
