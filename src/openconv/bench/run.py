@@ -33,8 +33,8 @@ from .timing import Timing, overhead, race, race_cuda
 
 __all__ = ["DISTURBED", "Limits", "Skipped", "Verified", "Verifier", "measure", "verify"]
 
-# Products beyond which the definition is not timed: it starts threads then, which come and go, after which the system may
-# put two of another contestant's on one core for 8 ms (seen with 0.4 million on two cores: 20 ms instead of 0.1).
+# Products beyond which the definition is not timed: it starts threads then, which come and go, after which the system
+# may put two of another contestant's on one core for 8 ms (seen with 0.4 million on two cores: 20 ms instead of 0.15).
 _NAIVE_LIMIT = 20_000
 # Sets of inputs that a GPU's contestants take in turn, and the bytes that they may fill together.
 _SETS, _SETS_BYTES = 3, 8 << 30
