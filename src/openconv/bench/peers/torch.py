@@ -63,8 +63,8 @@ _FAULT = (
 
 
 def _faulty(problem: Problem, layout: str) -> bool:
-    """Seen with torch 2.11 and 2.13 on the CPU: Conv2d(8, 64, 1, stride=2) in channels_last over 224x224 pixels ends
-    in a segmentation fault after some backward passes; with 16 channels, stride 1 or in nchw it does not."""
+    """Seen with torch 2.13 on the CPU: Conv2d(8, 64, 1, stride=2) in channels_last over 224x224 pixels ends in a
+    segmentation fault after some backward passes; with 16 channels, stride 1 or in nchw it does not."""
     few = problem.c // problem.groups < 16 and prod(problem.filter) == 1 and max(problem.stride) > 1
     return few and problem.direction == "wgrad" and layout == "nhwc"
 
