@@ -351,7 +351,7 @@ def test_tune_takes_a_model_by_its_name(user, tmp_path, monkeypatch):
         "import torch\n\n\ndef small():\n    return torch.nn.Conv2d(4, 8, 3, groups=4)\n\n\nnumber = 3\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    done = openconv("tune", "some_models:small", "--input", "1x4x9x9", "--backward", "--budget", "0.5s")
+    done = openconv("tune", "some_models:small", "--input", "1x4x9x9", "--backward", "--budget", "60s")
     assert done.exit_code == 0, done.output
     assert "2 measured" in words(done)  # nobody asks for the gradient of the input
     for arguments, text in (
@@ -377,7 +377,7 @@ def test_an_interrupted_tuning_keeps_what_is_measured(user, monkeypatch):
         return real(core, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr("openconv.tuner.measure_and_keep", interrupted)
-    done = openconv("tune", CHOICE, CHOICE.with_(n=8), "--budget", "0.5s")
+    done = openconv("tune", CHOICE, CHOICE.with_(n=8), "--budget", "60s")
     assert done.exit_code == 130
     assert "goes on from there" in words(done)
     assert len(database.read_database(user)) == 1

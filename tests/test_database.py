@@ -213,7 +213,6 @@ def test_neighbours_differ_in_sizes_alone_and_are_near(user, asked, found):
     if known:
         assert known.distance > 0
         assert str(known) == f"neighbour '{LAYER}' (user database, 2026-01-01)"
-        assert lookup(Problem.parse(asked), DEVICE, version_of, neighbours=False) is None
 
 
 def test_the_nearest_neighbour_is_taken(user):

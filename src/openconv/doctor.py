@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .cpu import memory, runtime
-from .engine import engines
 from .plan import device_of
-from .select import current_policy
+from .select import current_policy, version_of
 from .select.database import stores
 from .units import bytes_text
 
@@ -205,10 +204,12 @@ def _tuning() -> Iterator[Finding]:
     """The databases that choices on this CPU go by, and how much of them holds for the present engines."""
     device = device_of(torch.device("cpu"))
     yield Finding("tuning", "mode", f"{current_policy().tuning} (OPENCONV_TUNING, openconv.tuning)")
-    versions = {engine.name: engine.version for engine in engines()}
     for layer, store in stores(device.key).items():
         entries = store.load().devices.get(device.key, {}).values()
-        stale = sum(not any(versions.get(m.engine) == m.version for m in e.measured) for e in entries)
+        try:
+            stale = sum(not entry.is_current(version_of) for entry in entries)
+        except Exception:  # an engine that cannot be loaded is a finding of the trial's
+            return
         value = f"{len(entries)} problems for '{device.key}'" + (f", {stale} of them out of date" if stale else "")
         yield Finding("tuning", f"{layer} database", value, NOTE if stale else OK,
                       "openconv tune measures them again" if stale else "")  # fmt: skip
@@ -233,7 +234,7 @@ def _importable(module: str) -> bool:
 def _trial() -> Iterator[Finding]:
     """One small convolution through every engine that takes it."""
     from .engine import engines
-    from .plan import device_of, make_plan
+    from .plan import make_plan
     from .problem import Problem
     from .reference import allowed_error, error_of, random_inputs
     from .select import Policy

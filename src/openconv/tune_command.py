@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -158,10 +157,14 @@ def _say_how_many(console: Console, done: list[Tuned]) -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def _reading() -> Callable[[Path], Database]:
-    from .select.database import read_database
+def _merged(files: list[Path]) -> Database:
+    """What several files hold together; of two entries for a problem the later one."""
+    from .select.database import Database, read_database
 
-    return read_database
+    merged = Database()
+    for path in files:
+        merged.merge(read_database(path))
+    return merged
 
 
 def _in_force(layers: bool) -> Database:
@@ -187,12 +190,11 @@ def show(
     from rich.table import Table
     from rich.text import Text
 
-    from .engine import engines
+    from .select import version_of
     from .terminal import wide_console
     from .units import seconds_text
 
-    found = _reading()(file) if file else _in_force(True)
-    versions = {engine.name: engine.version for engine in engines()}
+    found = _merged([file]) if file else _in_force(True)
     console, stale = wide_console(), 0
     for name in sorted(found.devices):
         if device not in name:
@@ -204,7 +206,7 @@ def show(
             if not all(word in problem.split() for word in words or ()):
                 continue
             best, *others = entry.measured
-            old = [m.engine for m in entry.measured if versions.get(m.engine) != m.version]
+            old = [m.engine for m in entry.measured if version_of(m.engine) != m.version]
             stale += bool(old)
             rest = ", ".join(f"{m.engine} {m.seconds / best.seconds:.2f}" for m in others)
             state = entry.when[:10] + ("" if entry.settled else ", unsettled") + (", out of date" if old else "")
@@ -225,7 +227,7 @@ def diff(
     from .select.database import differences
     from .terminal import wide_console
 
-    changes = differences(_reading()(before), _reading()(after))
+    changes = differences(_merged([before]), _merged([after]))
     table = Table(title=f"{before} to {after}")
     for column in ("device", "problem", "before", "after", "times faster", ""):
         table.add_column(column, overflow="fold")
@@ -246,12 +248,7 @@ def merge(
     out: Annotated[Path, typer.Option("--out", "-o", help="the file to write")],
 ) -> None:
     """Write one file that holds what several do."""
-    from .select.database import Database
-
-    merged = Database()
-    for path in files:
-        merged.merge(_reading()(path))
-    _write(out, merged)
+    _write(out, _merged(files))
 
 
 @database.command("export")
@@ -271,11 +268,9 @@ def import_(files: Annotated[list[Path], typer.Argument(help="database files")])
     """Add files to the user's own database; nothing is changed unless all of them can be read."""
     from rich.console import Console
 
-    from .select.database import Database, user_store
+    from .select.database import user_store
 
-    merged = Database()
-    for path in files:
-        merged.merge(_reading()(path))
+    merged = _merged(files)
     user_store().update(merged)
     Console().print(f"{len(merged)} problems imported into {user_store().path}", soft_wrap=True, highlight=False)
 

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .autotune import measure_and_keep, shortlist
 from .device import Device
-from .engine import UnsupportedProblem, engines
+from .engine import UnsupportedProblem
 from .plan import device_of, forget_plans, lower
 from .problem import Problem
-from .select import Policy, choose, current_policy, search
+from .select import Policy, choose, current_policy, search, version_of
 from .select.database import Entry, Store, user_store
 from .tensors import NAMES
 from .torch_ops import epilogue_of, problem_of
@@ -92,7 +92,7 @@ def _tune(
     core: Problem, device: Device, place: torch.device, policy: Policy, seconds: float, again: bool, store: Store
 ) -> Tuned:
     known = store.load().devices.get(device.key, {}).get(str(core))
-    if known is not None and not again and _current(known):
+    if known is not None and not again and known.is_current(version_of):
         return Tuned(core, "known", known)
     try:
         heuristic = choose(core, device, replace(policy, tuning="off")) if not core.is_empty else None
@@ -105,12 +105,6 @@ def _tune(
         return Tuned(core, "no time")
     entry = measure_and_keep(core, device, place, candidates, seconds, store)
     return Tuned(core, "measured" if entry else "no memory", entry, f"{heuristic.engine.name} {heuristic.knobs}")
-
-
-def _current(entry: Entry) -> bool:
-    """Whether some engine's present code was measured."""
-    versions = {engine.name: engine.version for engine in engines()}
-    return any(versions.get(m.engine) == m.version for m in entry.measured)
 
 
 def parse_seconds(text: float | str) -> float:

@@ -1,6 +1,6 @@
 """Which engine, which knobs, and why: pure Python, without torch."""
 
-from .choose import Candidate, Refusal, choose, known_of, rank, search
+from .choose import Candidate, Refusal, choose, known_of, rank, search, version_of
 from .policy import DEFAULT, Policy, current_policy, policy, tuning, under
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "search",
     "tuning",
     "under",
+    "version_of",
 ]

@@ -19,7 +19,7 @@ from ..problem import Problem
 from .database import Known, lookup
 from .policy import Policy
 
-__all__ = ["Candidate", "Refusal", "choose", "known_of", "rank", "search"]
+__all__ = ["Candidate", "Refusal", "choose", "known_of", "rank", "search", "version_of"]
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,14 @@ def known_of(problem: Problem, device: Device, policy: Policy) -> Known | None:
     """What the tuning databases know that bears on a problem, unless the policy leaves them out."""
     if policy.tuning == "off":
         return None
-    return lookup(problem, device, _version_of)
+    return lookup(problem, device, version_of)
 
 
 def _engines_of(device: Device) -> list[Engine]:
     return [engine for engine in engines() if engine.device == device.kind]
 
 
-def _version_of(name: str) -> str | None:
+def version_of(name: str) -> str | None:
     """The version of an engine's code; None of an engine that is not here."""
     return next((engine.version for engine in engines() if engine.name == name), None)
 

@@ -102,6 +102,10 @@ class Entry:
         """The fastest."""
         return self.measured[0]
 
+    def is_current(self, version_of: Callable[[str], str | None]) -> bool:
+        """Whether it holds a measurement of some engine's present code."""
+        return any(version_of(m.engine) == m.version for m in self.measured)
+
     def fastest_knobs(self) -> Entry:
         """Of each engine the fastest knobs alone: all that a choice needs."""
         first: dict[str, Measurement] = {}
@@ -374,26 +378,20 @@ _DETAIL = 0.05
 """How far off another padding is, and a bias that the other does not have."""
 
 
-def lookup(
-    problem: Problem, device: Device, version_of: Callable[[str], str | None], *, neighbours: bool = True
-) -> Known | None:
+def lookup(problem: Problem, device: Device, version_of: Callable[[str], str | None]) -> Known | None:
     """What the databases know of a problem, the user's before the shipped one, or of its nearest neighbour. Entries
     without a measurement of an engine's present code, which ``version_of`` tells, count as absent."""
-
-    def current(entry: Entry | None) -> bool:
-        return entry is not None and any(version_of(m.engine) == m.version for m in entry.measured)
-
     text, key = str(problem), device.key
     layers = stores(key)
     for layer, store in layers.items():
         entry = store.load().devices.get(key, {}).get(text)
-        if entry and current(entry):
+        if entry and entry.is_current(version_of):
             return Known(text, entry, layer)
     near: list[Known] = []
-    for layer, store in layers.items() if neighbours else ():
+    for layer, store in layers.items():
         for other, entry in store.similar(key, _family(text)):
             distance = _distance(problem, other)
-            if distance <= _FAR and current(entry):
+            if distance <= _FAR and entry.is_current(version_of):
                 near.append(Known(other, entry, layer, distance))
     return min(near, key=lambda known: known.distance, default=None)
 
