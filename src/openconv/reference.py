@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -204,28 +205,73 @@ def part_of(problem: Problem, most_macs: float) -> Part:
 
 
 def parts_of(problem: Problem, most_macs: float) -> list[Part]:
-    """:func:`part_of`; of a fprop that is still too large, such as a big image with a big filter, the first and last
-    rows, which hold both paddings."""
-    part = part_of(problem, most_macs)
-    excess, rows = part.problem.macs / most_macs, problem.out[0]
-    if problem.direction != "fprop" or excess <= 1 or rows < 2:
-        return [part]
-    band = max(1, min(rows // 2, int(rows / excess / 2)))
-    return [_rows_of(part, 0, band), _rows_of(part, rows - band, rows)]
+    """:func:`part_of`; of a part that still costs over twice as much, such as a big image with a big filter, the first
+    and last rows of the result, which hold both paddings, then the first and last columns of those."""
+    parts = [part_of(problem, most_macs)]
+    for axis, count in enumerate(problem.result_shape[2:]):
+        excess = sum(part.problem.macs for part in parts) / most_macs
+        if excess <= 2 or count < 2:
+            continue
+        band = max(1, min(count // 2, int(count / excess / 2)))
+        ends = (0, band), (count - band, count)
+        cut = [_cut(part, axis, *rows) for part in parts for rows in ends]
+        parts = [part for part in cut if part] if all(cut) else parts
+    return parts
 
 
-def _rows_of(part: Part, start: int, stop: int) -> Part:
-    """A part of a fprop cut down to some output rows, and to the input rows that they reach."""
+def _cut(part: Part, axis: int, start: int, stop: int) -> Part | None:
+    """A part cut down to some rows of its result along an axis, and to what of its inputs they need. None if all that
+    they need is padding."""
     problem = part.problem
-    (low, _), stride, size = problem.padding[0], problem.stride[0], problem.spatial[0]
-    first = start * stride - low
-    last = (stop - 1) * stride - low + problem.dilation[0] * (problem.filter[0] - 1)
+    if problem.direction == "dgrad":
+        return _cut_gradient(part, axis, start, stop)
+    # Output row p reads x at p * stride - low + r * dilation, from filter row r.
+    (low, _), size, stride, dilation = (
+        problem.padding[axis], problem.spatial[axis], problem.stride[axis], problem.dilation[axis],
+    )  # fmt: skip
+    wgrad = problem.direction == "wgrad"
+    outputs, taps = (problem.out[axis], stop - start) if wgrad else (stop - start, problem.filter[axis])
+    first = start * (dilation if wgrad else stride) - low
+    last = first + (outputs - 1) * stride + (taps - 1) * dilation
     rows = slice(max(first, 0), min(last, size - 1) + 1)
+    if rows.start >= rows.stop:
+        return None
     smaller = problem.with_(
-        spatial=(rows.stop - rows.start, *problem.spatial[1:]),
-        padding=((max(-first, 0), max(last - size + 1, 0)), *problem.padding[1:]),
+        spatial=_put(problem.spatial, axis, rows.stop - rows.start),
+        padding=_put(problem.padding, axis, (max(-first, 0), max(last - size + 1, 0))),
+        filter=_put(problem.filter, axis, taps),
     )
-    return Part(smaller, (*part.a, rows), part.b, (*part.result, slice(start, stop)))
+    return Part(smaller, _along(part.a, axis, rows), part.b, _along(part.result, axis, slice(start, stop)))
+
+
+def _cut_gradient(part: Part, axis: int, start: int, stop: int) -> Part:
+    """Some rows of dx, and the rows of dy whose windows reach them."""
+    problem = part.problem
+    (low, _), stride = problem.padding[axis], problem.stride[axis]
+    reach = problem.dilation[axis] * (problem.filter[axis] - 1)
+    end = problem.out[axis] - 1
+    first = min(max(0, -((reach - start - low) // stride)), (start + low) // stride, end)
+    last = min((stop - 1 + low) // stride, end)
+    smaller = problem.with_(
+        spatial=_put(problem.spatial, axis, stop - start),
+        padding=_put(
+            problem.padding, axis, (start + low - first * stride, max(0, last * stride + reach + 1 - stop - low))
+        ),
+    )
+    rows = slice(first, last + 1)
+    return Part(smaller, _along(part.a, axis, rows), part.b, _along(part.result, axis, slice(start, stop)))
+
+
+_T = TypeVar("_T")
+
+
+def _put(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:
+    return (*values[:axis], value, *values[axis + 1 :])
+
+
+def _along(cut: tuple[slice, ...], axis: int, rows: slice) -> tuple[slice, ...]:
+    """A cut of images and channels, or of the axes before this one too, with some rows of this axis."""
+    return (*cut, *(slice(None),) * (2 + axis - len(cut)), rows)
 
 
 def _spread(count: int, excess: float) -> tuple[slice, int]:
