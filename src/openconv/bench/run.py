@@ -203,11 +203,10 @@ def verify(
         for name in peers:
             try:
                 ready = peer_named(name).prepare(problem, [inputs])
-                start = time.perf_counter()
-                result = ready.result(ready.calls[0]())
-                if place.type == "cuda":
-                    torch.cuda.synchronize(place)
-                took = time.perf_counter() - start
+                made, took = _once(ready.calls[0], place)
+                if took > longest and place.type == "cuda":  # cuDNN searches in the first call
+                    made, took = _once(ready.calls[0], place)
+                result = ready.result(made)
             except (NotTaken, RuntimeError) as reason:
                 found.notes[name] = " ".join(str(reason).split())[:300]
                 continue
@@ -217,6 +216,15 @@ def verify(
             else:
                 found.error[name] = reference.error(result)
     return found
+
+
+def _once(call: Callable[[], object], place: torch.device) -> tuple[object, float]:
+    """What one call returns, and the seconds until it is there."""
+    start = time.perf_counter()
+    made = call()
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+    return made, time.perf_counter() - start
 
 
 def _allowed(problem: Problem, field: _Field, name: str) -> float:

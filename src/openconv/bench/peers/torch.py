@@ -47,6 +47,8 @@ class Torch(Peer):
             (not whole or device.type == "cpu", f"dtype is {dtype}; torch convolves integers on the CPU only"),
             (DTYPES[dtype].is_floating_point or fprop, f"{problem.direction} of {dtype}; torch has fprop only"),
             (device.type != "cpu" or not _faulty(problem, self._layout(problem)), _FAULT),
+            (device.type != "cuda" or _trial_seconds(problem) < _LONGEST_TRIAL,
+             f"cuDNN's search tries a kernel that takes about {_trial_seconds(problem):.0f} s a call here"),
         ))  # fmt: skip
 
     def prepare(self, problem: Problem, sets: Sequence[Inputs]) -> Prepared:
@@ -67,6 +69,18 @@ def _faulty(problem: Problem, layout: str) -> bool:
     segmentation fault after some backward passes; with 16 channels, stride 1 or in nchw it does not."""
     few = problem.c // problem.groups < 16 and prod(problem.filter) == 1 and max(problem.stride) > 1
     return few and problem.direction == "wgrad" and layout == "nhwc"
+
+
+_LONGEST_TRIAL = 60.0
+
+
+def _trial_seconds(problem: Problem) -> float:
+    """What the slowest kernel that cuDNN's search tries was seen to take for the gradient of an image of one channel:
+    9x9, 15x15 and 21x21 filters over 1024x2048 pixels took 1.4, 5.7 and 18 s on an H200 (cuDNN 9.19), where the
+    kernel that it settles on takes 0.2 to 0.9 ms. A search has several trials, and cannot be stopped."""
+    one = problem.direction == "dgrad" and problem.c == problem.k == 1 and problem.dtypes[0] == "f32"
+    taps = prod(problem.filter)
+    return problem.macs * (4.5e-9 + 3.5e-11 * taps) if one and taps >= 81 else 0.0
 
 
 class _TorchInLayout(Torch):
