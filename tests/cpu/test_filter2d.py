@@ -187,3 +187,15 @@ def test_image_filters_are_not_left_to_a_matrix_product():
         for taps in (3, 5, 7, 15):
             problem = Problem.parse(f"{direction} n1 c1 h1024 w2048 k1 r{taps} s{taps} pad{taps // 2}")
             assert choose(problem, DEVICE, DEFAULT).engine.name in ("cpu.filter2d", "cpu.depthwise")
+
+
+def test_a_long_padding_costs_more_than_the_same_results_without():
+    """Vectors of nothing but masked lanes are loaded too: with 16000 causal taps they take most of the time."""
+    padded = Problem.parse("wgrad n1 c1 w80000 k1 s16000 pad15999:0")
+    bare = padded.with_(spatial=(95999,), padding=0)
+    assert padded.out == bare.out
+    costs = [ENGINE.cost(p, DEVICE, next(iter(ENGINE.knobs(p, DEVICE)))) for p in (padded, bare)]
+    assert costs[0] > 1.5 * costs[1]
+    short = Problem.parse("wgrad n1 c1 w80000 k1 s31 pad30:0")
+    costs = [ENGINE.cost(p, DEVICE, next(iter(ENGINE.knobs(p, DEVICE)))) for p in (short, short.with_(padding=15))]
+    assert costs[0] == costs[1]
