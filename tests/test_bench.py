@@ -161,6 +161,22 @@ def test_a_peer_that_takes_too_long_is_called_once(monkeypatch):
     assert "torch" not in found.error
 
 
+@pytest.mark.parametrize(("kind", "calls"), [("cuda", 2), ("cpu", 1)])
+def test_a_search_in_the_first_call_is_not_its_time(monkeypatch, kind, calls):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    made: list[int] = []
+
+    def call() -> int:
+        time.sleep(0.05 if not made else 0)
+        made.append(len(made))
+        return made[-1]
+
+    result, took = run._once(call, torch.device(kind), 0.04)
+    assert (len(made), result) == (calls, calls - 1)
+    assert (took > 0.04) == (kind == "cpu")
+    assert run._once(call, torch.device(kind), 0.04)[0] == calls  # a quick one is called once
+
+
 def test_a_disturbed_race_is_run_again_and_told(monkeypatch):
     races = []
     taken = iter([0, 10**9, 0, 10**9, 0, 0])

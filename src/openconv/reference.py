@@ -114,10 +114,10 @@ class Reference:
         self, problem: Problem, inputs: Inputs, *, most_macs: float = 2e8, place: torch.device | str = "cpu"
     ) -> None:
         self._place = place
-        self._parts = [
-            (part.result, expected(part.problem, part.inputs(inputs), place), _sizes(part, inputs, place))
-            for part in parts_of(problem, most_macs)
-        ]
+        self._parts = []
+        for part in parts_of(problem, most_macs):
+            given = part.inputs(inputs)
+            self._parts.append((part.result, expected(part.problem, given, place), _sizes(part.problem, given, place)))
 
     def error(self, got: Tensor) -> float:
         """The error of a result; infinity if it is not finite where it should be. Integers are compared as their type
@@ -132,9 +132,8 @@ class Reference:
         return float(share.nan_to_num(nan=torch.inf).max())
 
 
-def _sizes(part: Part, whole: Inputs, place: torch.device | str) -> Tensor:
-    """The size of the terms that each result of the part adds up."""
-    problem, inputs = part.problem, part.inputs(whole)
+def _sizes(problem: Problem, inputs: Inputs, place: torch.device | str) -> Tensor:
+    """The size of the terms that each result adds up."""
     magnitudes = _wide(inputs.a, place).abs(), _wide(inputs.b, place).abs()
     size = _convolve(problem.with_(epilogue=IDENTITY), *magnitudes)
     for operand, value in zip(problem.epilogue.operands, inputs.operands, strict=True):
