@@ -46,3 +46,10 @@ def _seeds() -> None:
     import torch
 
     torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Whether a GPU has tested the CUDA sources as they are."""
+    from tests.verified import summary
+
+    terminalreporter.write_line(summary())

@@ -454,9 +454,28 @@ _MARGIN = 4096  # bytes before and behind each buffer that nobody may write and 
 _SLACK = 32 << 10  # bytes of Python objects and small tables that a call may allocate besides its workspace
 
 
+_here: list[tuple[Device | None, torch.device]] = [(None, torch.device("cpu"))]
+
+
+@contextmanager
+def running_on(device: Device | None, place: torch.device) -> Iterator[None]:
+    """Check engines of this device, on tensors in this place: a GPU on its own, or emulated on the CPU's."""
+    _here.append((device, place))
+    try:
+        yield
+    finally:
+        _here.pop()
+
+
 def this_device() -> Device:
-    """The CPU with the threads that torch uses now."""
-    return device_of(torch.device("cpu"))
+    """The device whose engines are checked: the CPU with the threads that torch uses now unless told otherwise."""
+    device, place = _here[-1]
+    return device or device_of(place)
+
+
+def this_place() -> torch.device:
+    """Where tensors are."""
+    return _here[-1][1]
 
 
 def core_of(problem: Problem) -> Problem:
@@ -497,7 +516,7 @@ def _embed(like: Tensor, *, shift: int = 0) -> tuple[Tensor, list[Tensor]]:
     """A poisoned tensor with the shape and strides of ``like``, ``shift`` elements off the alignment that torch gives;
     and the poisoned margins before and behind it."""
     margin = _MARGIN // like.element_size()
-    buffer = _poison(torch.empty(margin + shift + like.numel() + margin, dtype=like.dtype))
+    buffer = _poison(torch.empty(margin + shift + like.numel() + margin, dtype=like.dtype, device=this_place()))
     place = buffer.as_strided(like.shape, like.stride(), margin + shift)
     return place, [buffer[: margin + shift], buffer[-margin:]]
 
@@ -540,23 +559,30 @@ class Run:
         self.candidate = candidate or next(candidates(engine, problem))
         self.runner = engine.build(core, this_device(), self.candidate.knobs)
         # An engine that adds no bias is built with the bias in the problem, and run without.
-        self.core = core if engine.takes_bias else core.with_(epilogue=IDENTITY)
+        self.core = core if engine.takes_bias or engine.takes_epilogue else core.with_(epilogue=IDENTITY)
         self.a, self.b, self.operands = inputs or tensors(self.core, seed, integers=integers)
         self.given = [_embed(v, shift=1)[0].copy_(v) for v in (self.a, self.b, *self.operands)]
         like = empty(core.result_shape, DTYPES[core.result_dtype], core.layouts[core.result], torch.device("cpu"))
-        self.out, self.out_margins = _embed(like)
+        self._out, self.out_margins = _embed(like)
         self.scratch, self.scratch_margins = _embed(torch.empty(self.candidate.workspace, dtype=torch.uint8))
+
+    @property
+    def out(self) -> Tensor:
+        """The result, where it can be compared."""
+        return self._out.cpu()
 
     def call(self) -> None:
         """Run the engine once more."""
-        bias = self.given[2] if self.operands else None
-        self.runner(*self.given[:2], self.out, self.scratch if self.candidate.workspace else None, bias)
+        bias: Any = self.given[2] if self.operands else None
+        if self.candidate.engine.takes_epilogue:
+            bias = tuple(self.given[2:])
+        self.runner(*self.given[:2], self._out, self.scratch if self.candidate.workspace else None, bias)
 
     def check_margins(self) -> None:
         """The inputs are as they were, and nothing was written beyond result and workspace."""
         name = self.candidate.engine.name
         for place, value in zip(self.given, (self.a, self.b, *self.operands), strict=True):
-            assert torch.equal(_bits(place), _bits(value)), f"{name} changed an input; {self.where}"
+            assert torch.equal(_bits(place.cpu()), _bits(value)), f"{name} changed an input; {self.where}"
         for margins, what in ((self.out_margins, "result"), (self.scratch_margins, "workspace")):
             for margin in margins:
                 clean = torch.equal(_bits(margin), _bits(_poison(torch.empty_like(margin))))
@@ -582,6 +608,8 @@ def check_engine(engine: Engine, problem: Problem, seed: int = 0, *, candidate: 
     assert_right(core, run.out, run.a, run.b, run.operands, mixing=mixing, context=context)
     if traits.plain_sum and core.epilogue.is_identity and core.result_dtype not in INTEGERS:
         share = traits.error_bound + (core.gemm.k + 1) * 2.0**-53  # the reference is a float64 sum itself
+        if core.result_dtype in ("f16", "bf16"):
+            share += torch.finfo(DTYPES[core.result_dtype]).eps / 2  # a sum in f32 is rounded once more
         size = _magnitude(core, run.a, run.b).clamp(min=1e-300)  # 0 where a window sees nothing but padding
         off = ((run.out.double() - reference(core, run.a, run.b)).abs() / size).max()
         assert off <= share, f"off by {off:.3g} of sum(|x|*|w|), claimed {traits.error_bound:.3g}; {context}"
@@ -743,7 +771,8 @@ def check_plan(
         if strided:
             a, b, operands = _strided(a), _strided(b), tuple(map(_strided, operands))
         kept = [value.clone() for value in (a, b, *operands)]
-        out = plan(a, b, operands)
+        place = this_place()
+        out = plan(a.to(place), b.to(place), tuple(value.to(place) for value in operands)).cpu()
         context = f"{'; '.join(plan.steps)}\n{where}"
         for value, before in zip((a, b, *operands), kept, strict=True):
             assert torch.equal(_bits(value), _bits(before)), f"an input changed; {context}"

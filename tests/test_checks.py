@@ -192,7 +192,7 @@ def test_check_batch_invariance_notices(monkeypatch):
     honest, lying = Broken(harm, Traits("f64", 1e-6, batch_invariant=False)), Broken(harm)
     for engine in (honest, lying):
         for module in ("openconv.engine", "openconv.select.choose"):
-            monkeypatch.setattr(sys.modules[module], "engines", lambda engine=engine: (engine,))
+            monkeypatch.setattr(sys.modules[module], "engines", lambda *_, engine=engine: (engine,))
         if engine is honest:
             assert not support.check_batch_invariance(engine, PROBLEM)
         else:

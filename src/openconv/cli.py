@@ -1,4 +1,4 @@
-"""The command line: ``openconv explain | engines | doctor | filter | demo | bench | report | tune | tuning``.
+"""The command line: ``openconv explain | engines | doctor | filter | demo | bench | report | tune | tuning | compile``.
 
 Errors are one line on standard error and exit code 2; a wrong result or a broken installation is exit code 1.
 """
@@ -19,6 +19,7 @@ from rich.console import Console
 
 from .bench.command import bench
 from .bench.report.command import report
+from .compile_command import compile_kernels
 from .tune_command import database, tune
 
 __all__ = ["app"]
@@ -233,6 +234,7 @@ for _command in (bench, report, tune):
     app.command()(_reporting(_command))
 for _entry in database.registered_commands:
     _entry.callback = _reporting(_entry.callback) if _entry.callback else None
+app.command("compile")(_reporting(compile_kernels))
 app.add_typer(database, name="tuning")
 
 

@@ -37,6 +37,10 @@ class Device:
         model = " ".join([self.kind, *words])
         return f"{model}, {self.lanes} lanes, {self.threads} threads" if self.kind == "cpu" else model
 
+    def rate(self, dtype: str) -> float:
+        """Operations a second of a large matrix product in this dtype."""
+        return self.flops / (2 if dtype in ("f64", "complex128") else 1)
+
     def __str__(self) -> str:
         threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
         return f"{self.kind}: {self.name}, {threads}, {self.flops / 1e9:.0f} GFLOP/s, {self.bandwidth / 1e9:.0f} GB/s"

@@ -6,11 +6,13 @@ that adds them.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .cpu import memory, runtime
+from .cuda.jit import cache_folder
+from .device import Device
 from .plan import device_of
 from .select import current_policy, version_of
 from .select.database import stores
-from .units import bytes_text
+from .units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -143,20 +147,60 @@ def _kept_memory() -> Finding:
 
 
 def _cuda() -> Iterator[Finding]:
-    yield Finding("CUDA", "torch", f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build")
-    if torch.cuda.is_available():
+    found = torch.cuda.is_available()
+    driver = _driver()
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    if not torch.version.cuda and driver.status == OK:
+        yield Finding(
+            "CUDA", "torch", built, NOTE, "there is a driver: a torch with CUDA would use the GPU (pytorch.org)"
+        )
+    else:
+        yield Finding("CUDA", "torch", built)
+    yield driver
+    if found:
         for index in range(torch.cuda.device_count()):
             props = torch.cuda.get_device_properties(index)
             detail = (
                 f"sm_{props.major}{props.minor}, {props.multi_processor_count} SMs, {bytes_text(props.total_memory)}"
             )
-            yield Finding("CUDA", f"device {index}", f"{props.name}, {detail}")
+            value = f"{props.name}, {detail}"
+            if props.major * 10 + props.minor < 75:
+                yield Finding("CUDA", f"device {index}", value, MISSING, "kernels are compiled for sm_75 and newer")
+            else:
+                yield Finding("CUDA", f"device {index}", value)
     else:
         yield Finding("CUDA", "devices", "none")
     core = _version("cuda-core")
     if core:
         yield Finding("CUDA", "cuda-core", core)
-    yield _nvrtc()
+    else:
+        yield Finding("CUDA", "cuda-core", "not installed", MISSING, "pip install 'openconv[cuda]'")
+    nvrtc = _nvrtc()
+    yield nvrtc
+    if core and nvrtc.status == OK:
+        yield _compiler()
+
+
+def _driver() -> Finding:
+    """The driver's library, and whether it is as new as the compiler: an older one does not load its kernels."""
+    name = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+    try:
+        library = ctypes.CDLL(name)
+    except OSError:
+        return Finding("CUDA", "driver", f"{name} is not there", NOTE,
+                       "everything runs on the CPU; with an NVIDIA GPU, install its driver")  # fmt: skip
+    number = ctypes.c_int()
+    if library.cuInit(0) or library.cuDriverGetVersion(ctypes.byref(number)):
+        return Finding("CUDA", "driver", f"{name} is there but does not start", MISSING,
+                       "is a GPU there, and visible (nvidia-smi, CUDA_VISIBLE_DEVICES, the container)?")  # fmt: skip
+    have = number.value // 1000, number.value % 1000 // 10
+    compiler = _version("nvidia-cuda-nvrtc") or ""
+    wanted = int(compiler.split(".")[0]) if compiler[:1].isdigit() else have[0]
+    if have[0] < wanted:
+        return Finding("CUDA", "driver", f"for CUDA {have[0]}.{have[1]}", MISSING,
+                       f"older than NVRTC {compiler}, whose kernels it does not load: update the driver, or "
+                       f"pip install 'nvidia-cuda-nvrtc<{have[0] + 1}'")  # fmt: skip
+    return Finding("CUDA", "driver", f"for CUDA {have[0]}.{have[1]}")
 
 
 def _nvrtc() -> Finding:
@@ -172,18 +216,35 @@ def _nvrtc() -> Finding:
     return Finding("CUDA", "NVRTC", f"{major}.{minor}")
 
 
-def _cache() -> Iterator[Finding]:
-    folder = runtime.cache_directory()
+def _compiler() -> Finding:
+    """Whether a kernel compiles. Ours include no header but their own, so that NVRTC is all that is needed."""
+    from .cuda.jit import compiles
+
+    begun = time.perf_counter()
     try:
-        sizes = [file.stat().st_size for file in folder.iterdir() if file.is_file()]
+        compiles("sm_90a")
+    except Exception as failure:  # whatever it is, it is what a first call would meet
+        reason = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
+        return Finding("CUDA", "kernels", f"do not compile: {reason}", MISSING, "pip install 'openconv[cuda]'")
+    took = seconds_text(time.perf_counter() - begun)
+    return Finding("CUDA", "kernels", f"compile (one took {took}); CUDA headers are not needed")
+
+
+def _cache() -> Iterator[Finding]:
+    for folder in (runtime.cache_directory(), cache_folder()):
+        yield _cache_in(folder)
+
+
+def _cache_in(folder: Path) -> Finding:
+    try:
+        sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
     except OSError:
         sizes = []
     count = f"{len(sizes)} kernels, {bytes_text(sum(sizes))}" if sizes else "empty"
     if _writable(folder):
-        yield Finding("kernel cache", str(folder), f"{count}; writable")
-    else:
-        yield Finding("kernel cache", str(folder), f"{count}; not writable", NOTE,
-                      "every process compiles anew; set OPENCONV_CACHE_DIR to a folder of yours")  # fmt: skip
+        return Finding("kernel cache", str(folder), f"{count}; writable")
+    return Finding("kernel cache", str(folder), f"{count}; not writable", NOTE,
+                   "every process compiles anew; set OPENCONV_CACHE_DIR to a folder of yours")  # fmt: skip
 
 
 def _writable(folder: Path) -> bool:
@@ -201,9 +262,13 @@ _OPTIONAL = (
 
 
 def _tuning() -> Iterator[Finding]:
-    """The databases that choices on this CPU go by, and how much of them holds for the present engines."""
-    device = device_of(torch.device("cpu"))
+    """The databases that choices on this machine go by, and how much of them holds for the present engines."""
     yield Finding("tuning", "mode", f"{current_policy().tuning} (OPENCONV_TUNING, openconv.tuning)")
+    for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        yield from _databases(device_of(torch.device(kind)))
+
+
+def _databases(device: Device) -> Iterator[Finding]:
     for layer, store in stores(device.key).items():
         entries = store.load().devices.get(device.key, {}).values()
         try:
@@ -234,7 +299,7 @@ def _importable(module: str) -> bool:
 def _trial() -> Iterator[Finding]:
     """One small convolution through every engine that takes it."""
     from .engine import engines
-    from .plan import make_plan
+    from .plan import lower, make_plan
     from .problem import Problem
     from .reference import allowed_error, error_of, random_inputs
     from .select import Policy
@@ -244,18 +309,20 @@ def _trial() -> Iterator[Finding]:
     except Exception as error:  # whatever keeps an engine from loading is the finding
         yield Finding("engines", "registry", f"{type(error).__name__}: {error}", BROKEN, "reinstall openconv")
         return
-    device = device_of(torch.device("cpu"))
-    lines = ("fprop n1 c4 h9 w9 k4 r3 s3 pad1", "fprop n1 c4 h9 w9 k4 r1 s1", "fprop n1 c4 h9 w9 k4 r3 s3 pad1 g4")
+    lines = ("fprop n1 c4 h9 w9 k4 r3 s3 pad1", "fprop n1 c4 h9 w9 k4 r1 s1", "fprop n1 c4 h9 w9 k4 r3 s3 pad1 g4",
+             "fprop n1 c8 h9 w9 k8 r7 s7 pad3 g8 f16 nhwc")  # fmt: skip
     for engine in found:
-        if engine.device != "cpu":
+        if engine.device == "cuda" and not torch.cuda.is_available():
             continue
-        taken = [p for p in map(Problem.parse, lines) if not any(engine.refusals(p, device))]
+        place = torch.device(engine.device)
+        device = device_of(place)
+        taken = [p for p in map(Problem.parse, lines) if not any(engine.refusals(lower(p, device), device))]
         if not taken:
             yield Finding("engines", engine.name, "takes none of the trial problems")
             continue
         try:
             plan = make_plan(taken[0], device, Policy(engine=engine.name))
-            inputs = random_inputs(taken[0])
+            inputs = random_inputs(taken[0], device=place)
             error_ = error_of(taken[0], plan(inputs.a, inputs.b), inputs)
             assert plan.candidate is not None
             right = error_ <= allowed_error(taken[0], plan.candidate.traits)

@@ -23,7 +23,17 @@ from typing import Any, ClassVar
 from .device import Device
 from .problem import Problem
 
-__all__ = ["ENGINES", "Engine", "Knobs", "Runner", "Traits", "UnsupportedProblem", "engine_named", "engines"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "Knobs",
+    "Runner",
+    "Traits",
+    "UnsupportedProblem",
+    "engine_named",
+    "engines",
+    "find_engine",
+]
 
 ENGINES = (
     "openconv.cpu.filter2d:Filter2d",
@@ -31,6 +41,7 @@ ENGINES = (
     "openconv.cpu.gemm_1x1:Gemm1x1",
     "openconv.cpu.im2col_gemm:Im2colGemm",
     "openconv.cpu.naive:Naive",
+    "openconv.cuda.naive:Naive",
 )
 """Every engine as ``module:class``, imported at the first choice. Ties in predicted cost go to the earlier one; the
 last of each device accepts every problem and needs no workspace."""
@@ -41,6 +52,8 @@ Runner = Callable[..., None]
 ``a`` and ``b`` are the two inputs of the pass (fprop: x, w; dgrad: dy, w; wgrad: x, dy), ``out`` the tensor to fill,
 all in the layouts and dtypes of the problem that was built; ``workspace`` is a byte tensor of ``workspace_bytes`` or
 None; ``bias`` is a vector over the result's channels or None, and is given to engines that set ``takes_bias`` only.
+Engines that set ``takes_epilogue`` get in its place a tuple of the epilogue's operands, in its order, in the result's
+dtype and those of its shape in its layout.
 """
 
 
@@ -77,6 +90,8 @@ class Engine(ABC):
     """The kind of device it runs on."""
     takes_bias: ClassVar[bool] = False
     """Whether the runner adds a per-channel bias itself."""
+    takes_epilogue: ClassVar[bool] = False
+    """Whether the runner computes any epilogue of a floating-point problem itself."""
 
     @abstractmethod
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
@@ -122,19 +137,32 @@ class Engine(ABC):
 _PROSE = re.compile(
     r'^\s*"""(?:.*?)"""|^\s*#[^\n]*|[ \t]+# [^\n]*|^    def cost\(.*?(?=^    def )', re.DOTALL | re.MULTILINE
 )
+_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+_BEYOND = ("launch", "jit", "device")  # what surrounds a CUDA kernel and does not change what it takes
 
 
 @cache
 def _code_digest(source: str) -> str:
-    """Digest of a module's code and of the modules beside it that it reaches."""
+    """Digest of a module's code, of the modules beside it that it reaches, and of the CUDA files that these name."""
     texts: dict[str, str] = {}
     wanted = [Path(source)]
     while wanted:
         path = wanted.pop()
-        if path.name not in texts and path.is_file():
-            texts[path.name] = text = path.read_text()
-            wanted += [path.parent / f"{name}.py" for name in re.findall(r"^from \.(\w+) import", text, re.MULTILINE)]
-    code = [(name, re.sub(r"\n\s*\n", "\n", _PROSE.sub("", texts[name]))) for name in sorted(texts)]
+        if path.name in texts or not path.is_file():
+            continue
+        text = path.read_text()
+        if path.suffix == ".py":
+            names = re.findall(r"^\s*from \.(\w+) import", text, re.MULTILINE)
+            for several in re.findall(r"^\s*from \. import ([\w, ]+)", text, re.MULTILINE):
+                names += several.replace(" ", "").split(",")
+            wanted += [path.parent / f"{name}.py" for name in names if name not in _BEYOND]
+            wanted += [path.parent / "kernels" / name for name in re.findall(r'"(\w+\.cu)"', text)]
+            texts[path.name] = _PROSE.sub("", text)
+        else:
+            kernels = next(folder for folder in path.parents if folder.name == "kernels")
+            wanted += [kernels / name for name in re.findall(r'#include "([^"]+)"', text)]
+            texts[path.name] = _COMMENT.sub("", text)
+    code = [(name, re.sub(r"\n\s*\n", "\n", texts[name])) for name in sorted(texts)]
     return hashlib.sha256(repr(code).encode()).hexdigest()[:12]
 
 
@@ -148,20 +176,33 @@ class UnsupportedProblem(RuntimeError):
 
 
 @cache
-def engines() -> tuple[Engine, ...]:
-    """All engines in order of the registry."""
+def engines(kind: str = "") -> tuple[Engine, ...]:
+    """All engines in order of the registry, or those of one kind of device: a process that uses a GPU alone does not
+    wait for what the CPU's are built with."""
 
-    def load(entry: str) -> Engine:
-        module, _, name = entry.partition(":")
-        made: Engine = getattr(import_module(module), name)()
-        return made
+    def wanted(entry: str) -> bool:
+        return not kind or not entry.startswith("openconv.") or entry.startswith(f"openconv.{kind}.")
 
-    return tuple(load(entry) for entry in ENGINES)
+    found = [_load(entry) for entry in ENGINES if wanted(entry)]
+    return tuple(engine for engine in found if kind in ("", engine.device))
+
+
+@cache
+def _load(entry: str) -> Engine:
+    module, _, name = entry.partition(":")
+    made: Engine = getattr(import_module(module), name)()
+    return made
 
 
 def engine_named(name: str) -> Engine:
     """The engine with this key; ValueError lists those there are."""
-    for engine in engines():
-        if engine.name == name:
-            return engine
-    raise ValueError(f"there is no engine {name!r}; wanted one of {', '.join(e.name for e in engines())}")
+    found = find_engine(name)
+    if found is None:
+        raise ValueError(f"there is no engine {name!r}; wanted one of {', '.join(e.name for e in engines())}")
+    return found
+
+
+def find_engine(name: str) -> Engine | None:
+    """The engine with this key, or None. Keys start with the kind of device."""
+    kind = name.partition(".")[0]
+    return next((engine for engine in (*engines(kind), *engines()) if engine.name == name), None)

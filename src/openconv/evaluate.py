@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,17 @@ from torch import Tensor
 
 from .epilogue import Acc, Const, Epilogue, Expr, Node, Operand
 
-__all__ = ["activate", "evaluate", "evaluate_", "evaluator_"]
+__all__ = ["activate", "constant_when_compiled", "evaluate", "evaluate_", "evaluator_"]
 
 _Function = Callable[..., Tensor]
+_Any = TypeVar("_Any", bound=Callable[..., object])
+
+
+def constant_when_compiled(function: _Any) -> _Any:
+    """``torch.compiler.assume_constant_result``, which would import the compiler: seconds, for who never compiles."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
 
 _FUNCTIONS: dict[str, _Function] = {
     "add": torch.add,
@@ -96,7 +105,7 @@ def activate(text: str, value: Tensor) -> Tensor:
 _steps: dict[str, tuple[str, tuple[float, ...]]] = {}
 
 
-@torch.compiler.assume_constant_result  # a functools.cache around it would be traced
+@constant_when_compiled  # a functools.cache around it would be traced
 def _activation(text: str) -> tuple[str, tuple[float, ...]]:
     if text not in _steps:
         node = Epilogue().activation(text).expr

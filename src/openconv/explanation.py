@@ -32,7 +32,7 @@ from .device import Device
 from .engine import UnsupportedProblem
 from .epilogue import IDENTITY
 from .functional import Arguments, check_arguments
-from .plan import device_of, lower, make_plan, plan_for
+from .plan import device_of, lower, make_plan, plan_for, steps_of
 from .problem import DIRECTIONS, Gemm, Problem
 from .reference import allowed_error, error_of, random_inputs
 from .select import Candidate, Policy, current_policy, rank
@@ -368,16 +368,16 @@ def _explain(call: _Call, device: Device, place: torch.device, policy: Policy, b
 
 def _facts(problem: Problem, device: Device) -> Facts:
     flops = problem.flops * (4 if problem.dtypes[0].startswith("complex") else 1)
-    rate = device.flops / (2 if problem.dtypes[0] in ("f64", "complex128") else 1)
+    rate = device.rate(problem.dtypes[0])
     arithmetic, memory = flops / rate, problem.min_bytes / device.bandwidth
     return Facts(flops, problem.min_bytes, problem.intensity, problem.gemm, max(arithmetic, memory),
                  "arithmetic" if arithmetic > memory else "memory")  # fmt: skip
 
 
 def _steps(call: _Call, device: Device, policy: Policy, best: Candidate) -> tuple[str, ...]:
-    """The steps of the plan; of the engine alone where the device is not here to plan for."""
+    """The steps of the plan, which is not built where its device is not here."""
     if device.kind == "cuda" and not torch.cuda.is_available():
-        return (f"run {best.engine.name} [{best.knobs}]",)
+        return steps_of(call.problem, device, best)
     return plan_for(call.problem, device, policy).steps
 
 

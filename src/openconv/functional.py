@@ -9,7 +9,7 @@ autocast, profiler) are checked every time and go through the operators.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, TypeVar
 
@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .epilogue import ACTIVATIONS, Epilogue
-from .evaluate import activate
+from .evaluate import activate, constant_when_compiled
 from .plan import Plan, plan_cache, remember
 from .select import DEFAULT, current_policy
-from .torch_ops import dgrad, fprop, grad_wanted, plain, plan_pass, transforming, undisturbed
+from .torch_ops import dgrad, fprop, grad_wanted, plain, plan_pass, tracked, transforming, undisturbed
 
 __all__ = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
 
@@ -206,9 +206,10 @@ def _convolve(
             # The types are there because 1 == 1.0 == True, of which torch takes the first only; the usual policy is
             # left out because its hash costs as much as that of all the rest.
             key = (
-                rank, transposed, input.shape, input.stride(), input.dtype, weight.shape, weight.stride(), weight.dtype,
-                bias if bias is None else (bias.shape, bias.dtype),
-                residual if residual is None else (residual.shape, residual.dtype),
+                rank, transposed, input.shape, input.stride(), input.dtype, input.get_device(), weight.shape,
+                weight.stride(), weight.dtype, weight.get_device(),
+                bias if bias is None else (bias.shape, bias.dtype, bias.get_device()),
+                residual if residual is None else (residual.shape, residual.dtype, residual.get_device()),
                 stride, padding, output_padding, groups, dilation, type(stride), type(padding), type(output_padding),
                 type(groups), type(dilation), activation, engine, precision, accuracy, max_workspace,
                 None if policy is _USUAL else policy, torch.get_num_threads(), grad_wanted(tensors),
@@ -231,7 +232,10 @@ def _convolve(
     limits = _policy(compiling, engine, precision, accuracy, max_workspace)
     call = check_arguments(rank, transposed, input, weight, bias, stride, padding, output_padding, groups, dilation,
                            activation, residual, limits)  # fmt: skip
-    run = _through_operators(call) if key is None or grad_wanted(tensors) else _planned(call)
+    if key is None:
+        run = _through_operators(call)
+    else:
+        run = _tracked(call) if grad_wanted(tensors) else _planned(call)
     if key is not None and _repeats(call, (stride, padding, output_padding, groups, dilation), tensors):
         remember(_calls, key, run if call.batched else _unbatched(run))
     out = run(call.input, call.weight, call.bias, call.residual)
@@ -252,12 +256,23 @@ def _direct(input: Any, weight: Any, bias: Any, residual: Any) -> bool:
 def _planned(call: Arguments) -> Callable[..., Tensor]:
     """The call as its plan computes it, for tensors like its own."""
     plan = plan_call(call).call
+    if call.bias is None and call.residual is None:
+        return lambda input, weight, bias, residual: plan(input, weight, ())
 
     def run(input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         operands = () if bias is None else (bias,)
         return plan(input, weight, operands if residual is None else (*operands, residual))
 
     return run
+
+
+def _tracked(call: Arguments) -> Callable[..., Tensor]:
+    """The same where a gradient is wanted. The activation stays outside, so that autograd keeps its input."""
+    rest = (call.stride, call.padding, call.dilation, call.groups, "", call.policy)
+    plan = plan_call(replace(call, activation=""))
+    run = tracked(plan, rest if call.size is None else (call.size, *rest))
+    activation = call.activation
+    return (lambda *tensors: activate(activation, run(*tensors))) if activation else run
 
 
 def _through_operators(call: Arguments) -> Callable[..., Tensor]:
@@ -290,14 +305,14 @@ def _repeats(call: Arguments, geometry: tuple[Any, ...], tensors: tuple[Any, ...
     return kept and same and not any(isinstance(n, Tensor) for n in numbers)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _policy(compiling: bool, *asked: Any) -> str:
     """The policy of a call as text. Compiled code leaves the policy in force to be looked up when it runs."""
     base = DEFAULT if compiling else current_policy()
     return str(base.but(**dict(zip(("engine", "precision", "accuracy", "max_workspace"), asked, strict=True))))
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def check_activation(text: str | None) -> str:
     """An activation's name, checked; empty for none."""
     if text is not None and not isinstance(text, str):

@@ -2,16 +2,19 @@
 
 Lowering, each rule visible in ``steps``:
 
-- f16 and bf16 are computed in f32 on the CPU, from casts of the inputs to a cast of the result;
+- f16 and bf16 are computed in f32 on the CPU, from casts of the inputs to a cast of the result (CUDA engines take them
+  as they are);
 - complex problems become four real ones: (a + ib)(c + id) = (ac - bd) + i(ad + bc);
 - inputs whose memory is in neither layout are copied into one;
-- an epilogue is evaluated by torch behind the engine, except for a leading bias where the engine adds it itself;
+- an epilogue is evaluated by torch behind the engine, except for a leading bias where the engine adds it itself; CUDA
+  engines compute the whole of it, except behind integers and complex numbers;
 - a problem with an empty tensor needs no engine: its sums are zeros.
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -22,13 +25,15 @@ from torch import Tensor
 
 from .cpu.device import cpu_device
 from .cpu.memory import LARGE, large_tensor
+from .cuda.device import cuda_device, device_for
 from .device import Device
-from .engine import Runner
+from .engine import Engine, Runner
 from .epilogue import IDENTITY, Acc, Epilogue, Expr, Node, Operand
 from .evaluate import evaluate, evaluator_
 from .problem import Problem
 from .select import Candidate, Policy, choose
-from .tensors import DTYPES, empty, to_layout
+from .tensors import DTYPES, empty, memory_format, to_layout
+from .units import bytes_text
 
 __all__ = [
     "Plan",
@@ -40,8 +45,10 @@ __all__ = [
     "plan_cache",
     "plan_for",
     "remember",
+    "steps_of",
 ]
 
+_PARTS = {"complex32": "f32", "complex64": "f32", "complex128": "f64"}
 _COMPUTE = {"f16": "f32", "bf16": "f32", "complex32": "f32", "complex64": "f32", "complex128": "f64"}
 
 
@@ -49,8 +56,11 @@ def device_of(device: torch.device) -> Device:
     """The Device that stands for a torch device, with the threads torch uses now."""
     if device.type == "cpu":
         return cpu_device(torch.get_num_threads())
-    here = device.type == "cuda" and torch.cuda.is_available()
-    return Device(kind=device.type, name=torch.cuda.get_device_name(device) if here else str(device))
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return device_for("sm_90a")  # what would be chosen, for who has none
+        return cuda_device(torch.cuda.current_device() if device.index is None else device.index)
+    return Device(kind=device.type, name=str(device))
 
 
 def compute_dtype(name: str) -> str:
@@ -59,16 +69,20 @@ def compute_dtype(name: str) -> str:
 
 
 def lower(problem: Problem, device: Device) -> Problem:
-    """The real problem that an engine sees: computing dtypes, one layout for images, and at most a bias behind it."""
-    if device.kind != "cpu":
+    """The real problem that an engine sees: computing dtypes, one layout for images, and of the epilogue what the
+    engines of the device take."""
+    if device.kind not in ("cpu", "cuda"):
         return problem
-    x, w, y = (compute_dtype(name) for name in problem.dtypes)
+    cuda, complex_ = device.kind == "cuda", problem.dtypes[0].startswith("complex")
+    x, w, y = (_PARTS.get(name, name) if cuda else compute_dtype(name) for name in problem.dtypes)
     images = filters = "nchw"
     if problem.rank > 1:
         images, filters = problem.layouts[2 if problem.direction == "fprop" else 0], problem.layouts[1]
-    bias, _ = split_bias(problem.epilogue)
-    complex_ = problem.dtypes[0].startswith("complex")
-    kept = IDENTITY if bias is None or complex_ else Epilogue().bias(bias)
+    if cuda:
+        kept = IDENTITY if complex_ or y[0] in "iu" else problem.epilogue
+    else:
+        bias, _ = split_bias(problem.epilogue)
+        kept = IDENTITY if bias is None or complex_ else Epilogue().bias(bias)
     return problem.with_(dtypes=(x, w, y), layouts=(images, filters, images), epilogue=kept)
 
 
@@ -110,6 +124,11 @@ class Plan:
     def __call__(self, a: Tensor, b: Tensor, operands: Sequence[Tensor] = ()) -> Tensor:
         return self.call(a, b, operands)
 
+    @property
+    def candidate_name(self) -> str:
+        """The engine and its knobs."""
+        return f"{self.candidate.engine.name} [{self.candidate.knobs}]" if self.candidate else "no engine"
+
 
 def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candidate | None = None) -> Plan:
     """Choose, unless a candidate is given, build and wire up. UnsupportedProblem if no engine takes it."""
@@ -119,14 +138,50 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
     candidate = candidate or choose(core, device, policy)
     engine = candidate.engine
     runner = engine.build(core, device, candidate.knobs)
-    complex_ = problem.dtypes[0].startswith("complex")
-    bias, rest = split_bias(problem.epilogue)
-    if bias is None or not engine.takes_bias or complex_:
-        bias, rest = None, problem.epilogue
+    bias, rest = _taken(problem, core, engine)
     real = _real_call(core, candidate, runner, device)
-    call = _wire(problem, core, real, bias, rest)
-    steps = tuple(_steps(problem, core, candidate, bias, rest))
-    return Plan(problem, core, device, policy, candidate, steps, call)
+    call = _wire(problem, core, real, bias, rest, engine.takes_epilogue)
+    if device.kind == "cuda" and core == problem and not problem.epilogue.operands and not candidate.workspace:
+        call = _bare_call(core, runner)
+    if device.kind == "cuda" and candidate.workspace:
+        call = _within_memory(call, problem, device, policy, candidate)
+    return Plan(problem, core, device, policy, candidate, steps_of(problem, device, candidate), call)
+
+
+def _taken(problem: Problem, core: Problem, engine: Engine) -> tuple[str | None, Epilogue]:
+    """Of the epilogue: the bias that the engine adds, and what torch computes behind the engine."""
+    if engine.takes_epilogue and not core.epilogue.is_identity:
+        return None, IDENTITY
+    bias, rest = split_bias(problem.epilogue)
+    if bias is None or not engine.takes_bias or problem.dtypes[0].startswith("complex"):
+        return None, problem.epilogue
+    return bias, rest
+
+
+def steps_of(problem: Problem, device: Device, candidate: Candidate) -> tuple[str, ...]:
+    """What a call of the candidate does, in order, one phrase each; nothing is built."""
+    core = lower(problem, device)
+    return tuple(_steps(problem, core, candidate, *_taken(problem, core, candidate.engine)))
+
+
+def _within_memory(call: Any, problem: Problem, device: Device, policy: Policy, candidate: Candidate) -> Any:
+    """The call, or where its workspace cannot be had, that of an engine or of knobs which need less."""
+    smaller: list[Plan] = []
+
+    def run(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        try:
+            out: Tensor = call(a, b, operands)
+        except torch.OutOfMemoryError:
+            if not smaller:
+                less = policy.but(max_workspace=candidate.workspace // 2)
+                smaller.append(make_plan(problem, device, less))
+                missing = f"{candidate.engine.name} found no {bytes_text(candidate.workspace)} of workspace"
+                now = f"'{problem}' now runs with {smaller[0].candidate_name}"
+                warnings.warn(f"{missing} on {device.name}; {now}", RuntimeWarning, stacklevel=2)
+            out = smaller[0].call(a, b, operands)
+        return out
+
+    return run
 
 
 def _steps(problem: Problem, core: Problem, candidate: Candidate, bias: str | None, rest: Epilogue) -> list[str]:
@@ -142,6 +197,8 @@ def _steps(problem: Problem, core: Problem, candidate: Candidate, bias: str | No
             steps.append(f"copy {name} from {have} to {want}")
     times = "four times, on real and imaginary parts, " if problem.dtypes[0].startswith("complex") else ""
     fused = f" with {bias}" if bias else ""
+    if candidate.engine.takes_epilogue and not core.epilogue.is_identity:
+        fused = f" with {core.epilogue}"
     steps.append(f"run {candidate.engine.name} {times}[{candidate.knobs}]{fused}")
     if not rest.is_identity:
         steps.append(f"evaluate {rest} with torch")
@@ -159,7 +216,7 @@ def _real_call(core: Problem, candidate: Candidate, runner: Runner, device: Devi
     workspace_bytes, size = candidate.workspace, dtype.itemsize * prod(shape)
     large = device.kind == "cpu" and size >= LARGE
 
-    def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    def run(a: Tensor, b: Tensor, bias: Any) -> Tensor:
         if large:
             out = large_tensor(shape, strides, dtype)
         else:
@@ -171,7 +228,30 @@ def _real_call(core: Problem, candidate: Candidate, runner: Runner, device: Devi
     return run
 
 
-def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Epilogue) -> Any:
+def _bare_call(core: Problem, runner: Runner) -> Callable[..., Tensor]:
+    """What :func:`_wire` would make where inputs and result are the engine's own and nothing else is read: one function
+    in place of four, which would take as long as launching the kernel."""
+    shape, dtype = core.result_shape, DTYPES[core.result_dtype]
+    strides = empty(shape, dtype, core.layouts[core.result], torch.device("meta")).stride()
+    a_layout, b_layout = (
+        core.layouts[at] for at in {"fprop": (0, 1), "dgrad": (2, 1), "wgrad": (0, 2)}[core.direction]
+    )
+    a_format, b_format = memory_format(len(shape), a_layout), memory_format(len(shape), b_layout)
+    empty_strided = torch.empty_strided
+
+    def run(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        if not a.is_contiguous(memory_format=a_format):
+            a = to_layout(a, a_layout)
+        if not b.is_contiguous(memory_format=b_format):
+            b = to_layout(b, b_layout)
+        out = empty_strided(shape, strides, dtype=dtype, device=a.device)
+        runner(a, b, out, None, ())
+        return out
+
+    return run
+
+
+def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Epilogue, takes_epilogue: bool) -> Any:
     """The whole call around the engine's: casts, layouts, complex parts, epilogue."""
     inputs = [at for at in range(3) if at != problem.result]
     if problem.direction == "dgrad":
@@ -184,6 +264,18 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
     complex_ = problem.dtypes[0].startswith("complex")
     finish = evaluator_(rest)
     plain = rest.is_identity and out_dtype == core_dtype and core.dtypes == problem.dtypes and not complex_
+    whole = memory_format(problem.rank + 2, out_layout)
+    forms = [whole if operand.kind == "tensor" else torch.contiguous_format for operand in core.epilogue.operands]
+    none = () if takes_epilogue else None
+
+    def fused(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        values = tuple([
+            value if value.dtype is out_dtype and value.is_contiguous(memory_format=form)
+            else value.to(out_dtype).contiguous(memory_format=form)
+            for form, value in zip(forms, operands, strict=True)
+        ])  # fmt: skip
+        out: Tensor = real(to_layout(a, a_layout), to_layout(b, b_layout), values)
+        return out
 
     def simple(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
         vector = operands[bias_at].contiguous() if bias_at >= 0 else None
@@ -198,15 +290,17 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
         values = dict(zip(names, operands, strict=True))
         if complex_:
             (ar, ai), (br, bi) = parts(a, a_dtype, a_layout), parts(b, b_dtype, b_layout)
-            re, im = real(ar, br, None).sub_(real(ai, bi, None)), real(ar, bi, None).add_(real(ai, br, None))
+            re, im = real(ar, br, none).sub_(real(ai, bi, none)), real(ar, bi, none).add_(real(ai, br, none))
             values = {name: v.to(torch.complex128 if core_dtype == torch.float64 else torch.complex64)
                       for name, v in values.items()}  # fmt: skip
             return to_layout(evaluate(rest, torch.complex(re, im), values).to(out_dtype), out_layout)
         values = {name: value.to(core_dtype) for name, value in values.items()}
-        vector = values[bias].contiguous() if bias else None
+        vector = values[bias].contiguous() if bias else none
         out = real(to_layout(a.to(a_dtype), a_layout), to_layout(b.to(b_dtype), b_layout), vector)
         return to_layout(finish(out, values).to(out_dtype), out_layout)  # an operand may have led to its own strides
 
+    if takes_epilogue and plain:
+        return fused
     return simple if plain else general
 
 

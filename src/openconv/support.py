@@ -57,7 +57,7 @@ class EngineSupport:
     through: tuple[str, ...]
     layouts: tuple[str, ...]
     needs: tuple[str, ...]
-    takes_bias: bool
+    fuses: str
     deterministic: bool
     batch_invariant: str
     source: str
@@ -141,7 +141,7 @@ def _support(engine: Engine, device: Device, asked: list[tuple[_Probe, Problem, 
         through=tuple(d for d in DTYPES if d in taken and d not in native),
         layouts=tuple(v for v in LAYOUTS if any(p.layout == v for p in accepted)),
         needs=tuple(dict.fromkeys(needs)),
-        takes_bias=engine.takes_bias,
+        fuses="any epilogue" if engine.takes_epilogue else "bias" if engine.takes_bias else "nothing",
         deterministic=deterministic,
         batch_invariant="always" if always else "on request" if possible else "no",
         source=engine.source,
@@ -169,7 +169,7 @@ def _cells(row: EngineSupport) -> Iterator[tuple[str, str]]:
     yield "layouts", " ".join(row.layouts)
     yield "dtypes", _dtype_text(row)
     yield "needs", "; ".join(row.needs) or "nothing"
-    yield "fuses", "bias" if row.takes_bias else "nothing"
+    yield "fuses", row.fuses
     yield "deterministic", "yes" if row.deterministic else "no"
     yield "batch-invariant", row.batch_invariant
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "NAMES", "empty", "in_layout", "layout_of", "to_layout"]
+__all__ = ["DTYPES", "NAMES", "empty", "in_layout", "layout_of", "memory_format", "to_layout"]
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
@@ -20,11 +20,14 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+def memory_format(axes: int, layout: str) -> torch.memory_format:
+    """torch's name for a layout of tensors with so many axes. Of three axes, nchw alone exists."""
+    return _CHANNELS_LAST.get(axes, torch.contiguous_format) if layout == "nhwc" else torch.contiguous_format
+
+
 def in_layout(tensor: Tensor, layout: str) -> bool:
-    """Whether the tensor's memory is already in this layout, without gaps. Of three axes, nchw alone exists."""
-    if layout == "nchw" or tensor.dim() not in _CHANNELS_LAST:
-        return tensor.is_contiguous()
-    return tensor.is_contiguous(memory_format=_CHANNELS_LAST[tensor.dim()])
+    """Whether the tensor's memory is already in this layout, without gaps."""
+    return tensor.is_contiguous(memory_format=memory_format(tensor.dim(), layout))
 
 
 def layout_of(tensor: Tensor) -> str:
@@ -34,13 +37,9 @@ def layout_of(tensor: Tensor) -> str:
 
 def to_layout(tensor: Tensor, layout: str) -> Tensor:
     """The tensor itself if it is in this layout, else a copy that is."""
-    if layout == "nchw" or tensor.dim() not in _CHANNELS_LAST:
-        return tensor.contiguous()
-    return tensor.contiguous(memory_format=_CHANNELS_LAST[tensor.dim()])
+    return tensor.contiguous(memory_format=memory_format(tensor.dim(), layout))
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, layout: str, device: torch.device) -> Tensor:
     """An uninitialised tensor in this layout."""
-    if layout == "nhwc" and len(shape) in _CHANNELS_LAST:
-        return torch.empty(shape, dtype=dtype, device=device, memory_format=_CHANNELS_LAST[len(shape)])
-    return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format(len(shape), layout))

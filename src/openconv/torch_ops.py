@@ -41,6 +41,7 @@ __all__ = [
     "plain",
     "plan_pass",
     "problem_of",
+    "tracked",
     "transforming",
     "undisturbed",
     "wgrad",
@@ -130,8 +131,9 @@ def transforming() -> bool:
 
 
 def plain(tensor: Any) -> bool:
-    """A CPU tensor, no subclass of it, whose memory holds its values."""
-    ordinary = type(tensor) in _PLAIN and tensor.is_cpu and not (tensor.is_neg() or tensor.is_conj())
+    """A tensor of the CPU or a GPU, no subclass of it, whose memory holds its values."""
+    here = type(tensor) in _PLAIN and (tensor.is_cpu or tensor.is_cuda)
+    ordinary = here and not (tensor.is_neg() or tensor.is_conj())
     return ordinary and not _wrapped(tensor)  # functorch's wrappers can outlive its transforms
 
 
@@ -498,6 +500,38 @@ def _tracked(name: str, run: Callable[..., Tensor], setup: Callable[..., None], 
 _Fprop = _tracked("Fprop", _fprop, _fprop_setup, _fprop_backward)
 _Dgrad = _tracked("Dgrad", _dgrad, _dgrad_setup, _dgrad_backward)
 _Wgrad = _tracked("Wgrad", _wgrad, _wgrad_setup, _wgrad_backward)
+
+
+def tracked(plan: Plan, rest: tuple[Any, ...]) -> Callable[..., Tensor]:
+    """fprop or dgrad of plain tensors like those that were planned for, known to autograd; ``rest`` is what follows the
+    tensors in the operator's arguments.
+
+    ``Function.apply`` looks for functorch before it calls the one below it, which costs as much as the rest: who calls
+    this has looked already.
+    """
+    function = _PlannedFprop if plan.problem.direction == "fprop" else _PlannedDgrad
+    apply = super(torch.autograd.Function, function).apply
+    call = plan.call
+    return lambda *tensors: apply(*tensors, call, rest)
+
+
+def _planned(name: str, setup: Callable[..., None], backward: Callable[..., Any]) -> Any:
+    def forward(
+        ctx: Any, a: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, call: Any, rest: Any
+    ) -> Any:
+        out = call(a, w, _operands(bias, residual))
+        setup(ctx, (a, w, bias, residual, *rest), out)
+        return out
+
+    body = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(lambda ctx, g: (*backward(ctx, g)[:4], None, None)),
+    }
+    return type(f"OpenconvPlanned{name}", (torch.autograd.Function,), body)
+
+
+_PlannedFprop = _planned("Fprop", _fprop_setup, _fprop_backward)
+_PlannedDgrad = _planned("Dgrad", _dgrad_setup, _dgrad_backward)
 
 
 class _FpropTransformed(torch.autograd.Function):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..device import Device
-from ..engine import Engine, Traits, UnsupportedProblem, engine_named, engines
+from ..engine import Engine, Traits, UnsupportedProblem, engine_named, engines, find_engine
 from ..problem import Problem
 from .database import Known, lookup
 from .policy import Policy
@@ -67,7 +67,7 @@ def rank(problem: Problem, device: Device, policy: Policy) -> tuple[list[Candida
     accepted: list[Candidate] = []
     refused: list[Refusal] = []
     known = known_of(problem, device, policy)
-    for engine in _engines_of(device):
+    for engine in engines(device.kind):
         found = _admit(engine, problem, device, policy, known)
         if isinstance(found, Candidate):
             accepted.append(found)
@@ -111,7 +111,7 @@ def search(problem: Problem, device: Device, policy: Policy) -> list[Candidate]:
     """Every engine with every set of its knobs that the policy allows, the cheapest prediction first: what a tuner may
     measure. Of each engine the default knobs come before others of the same prediction."""
     found: list[Candidate] = []
-    for engine in _engines_of(device):
+    for engine in engines(device.kind):
         if next(engine.refusals(problem, device), None):
             continue
         texts: set[str] = set()
@@ -132,13 +132,10 @@ def known_of(problem: Problem, device: Device, policy: Policy) -> Known | None:
     return lookup(problem, device, version_of)
 
 
-def _engines_of(device: Device) -> list[Engine]:
-    return [engine for engine in engines() if engine.device == device.kind]
-
-
 def version_of(name: str) -> str | None:
     """The version of an engine's code; None of an engine that is not here."""
-    return next((engine.version for engine in engines() if engine.name == name), None)
+    engine = find_engine(name)
+    return engine.version if engine else None
 
 
 def _settings(

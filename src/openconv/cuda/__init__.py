@@ -1,0 +1,1 @@
+"""CUDA: compile, cache and launch kernels, and one file per engine."""

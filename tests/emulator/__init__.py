@@ -1,0 +1,103 @@
+"""Run a kernel of openconv/cuda/kernels on the CPU, thread by thread, to check its arithmetic where there is no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from openconv.cuda import jit
+
+HERE = Path(__file__).parent
+REPLACED = ("common/convert.cuh", "common/async.cuh", "common/mma.cuh", "common/shared.cuh")
+"""Files of PTX instructions, for which host.h has functions of its own."""
+
+
+@functools.cache
+def compiled(source: jit.Source, name: str, arch: int = 900) -> ctypes.CDLL:
+    """The kernel and a loop over its blocks as a shared library."""
+    generated = {"traits": source.traits} | dict.fromkeys(REPLACED, "")
+    text = jit._inlined(jit.KERNELS / source.file, generated, set())
+    text = re.sub(r"^#pragma unroll.*$", "", text, flags=re.MULTILINE)
+    whole = f"""#define __CUDA_ARCH__ {arch}
+#include "{HERE / "host.h"}"
+{text}
+#line 1 "emulated"
+static void body(const void* params) {{ {name}(*static_cast<const Params*>(params)); }}
+extern "C" __attribute__((visibility("default"))) int params_size() {{ return sizeof(Params); }}
+extern "C" __attribute__((visibility("default"))) void run(const unsigned* grid, const unsigned* block, const void* params) {{
+    emulator::body = body;
+    emulator::given = params;
+    gridDim = {{grid[0], grid[1], grid[2]}};
+    blockDim = {{block[0], block[1], block[2]}};
+    for (unsigned z = 0; z < grid[2]; ++z)
+        for (unsigned y = 0; y < grid[1]; ++y)
+            for (unsigned x = 0; x < grid[0]; ++x) {{
+                blockIdx = {{x, y, z}};
+                emulator::run_block();
+            }}
+}}
+"""
+    folder = Path(tempfile.gettempdir()) / "openconv-emulator"
+    folder.mkdir(exist_ok=True)
+    key = hashlib.sha256((whole + "".join(path.read_text() for path in sorted(HERE.glob("*.h")))).encode()).hexdigest()[
+        :20
+    ]
+    library = folder / f"{key}.so"
+    if not library.exists():
+        file = folder / f"{key}.cpp"
+        file.write_text(whole)
+        made = folder / f"{key}.tmp.so"
+        subprocess.run(
+            [
+                "g++",
+                "-std=c++17",
+                "-O1",
+                "-w",
+                "-fpermissive",
+                "-shared",
+                "-fPIC",
+                "-fno-gnu-unique",
+                "-fvisibility=hidden",
+                str(file),
+                "-o",
+                str(made),
+            ],
+            check=True,
+        )
+        made.rename(library)
+    return ctypes.CDLL(str(library))
+
+
+class EmulatedLaunch:
+    """Takes the place of :class:`openconv.cuda.launch.Launch`."""
+
+    def __init__(
+        self, source: jit.Source, name: str, device: object, grid: Sequence[int], block: Sequence[int], params: bytes,
+        shared: int = 0,
+    ) -> None:  # fmt: skip
+        self._library = compiled(source, name)
+        wanted = self._library.params_size()
+        assert -(-len(params) // 8) * 8 == wanted, f"{name}: Params has {wanted} bytes, {len(params)} are packed"
+        self._params = bytearray(params)
+        three = ctypes.c_uint * 3
+        self._grid, self._block = three(*(*grid, 1, 1)[:3]), three(*(*block, 1, 1)[:3])
+
+    def __call__(self, *pointers: int) -> None:
+        for at, pointer in enumerate(pointers):
+            self._params[8 * at : 8 * at + 8] = pointer.to_bytes(8, "little")
+        buffer = (ctypes.c_char * len(self._params)).from_buffer(self._params)
+        self._library.run(self._grid, self._block, buffer)
+
+
+def poisoned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor in which a result that is not written shows."""
+    return torch.full(tuple(shape), float("nan") if dtype.is_floating_point else 113, dtype=dtype)

@@ -1,0 +1,181 @@
+// A GPU on one CPU core, for checking kernels where there is none: blocks run one after the other, the threads of a
+// block as fibers that change at barriers and shuffles. No speed, no races, no memory model: only the arithmetic and
+// the indices of a kernel.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __constant__ static
+#define __shared__ static
+#define __forceinline__ inline
+#define __grid_constant__
+#define __restrict__
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+#define DYNAMIC_SHARED(name) alignas(128) static unsigned char name[227 << 10]
+
+struct dim3 {
+    unsigned x = 1, y = 1, z = 1;
+};
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static dim3 blockIdx, threadIdx, blockDim, gridDim;
+static const int warpSize = 32;
+
+inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
+inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
+inline double __longlong_as_double(long long v) { double d; memcpy(&d, &v, 8); return d; }
+template <class T> inline T __ldg(const T* at) { return *at; }
+template <class T> inline T __ldcs(const T* at) { return *at; }
+template <class T> inline void __stcs(T* at, T v) { *at = v; }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)a * b >> 32); }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned select) {
+    const unsigned long long both = low | (unsigned long long)high << 32;
+    unsigned out = 0;
+    for (int i = 0; i < 4; ++i) out |= unsigned(both >> (select >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return out;
+}
+using std::max;
+using std::min;
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+
+namespace emulator {
+struct Fiber {
+    ucontext_t context;
+    dim3 at;
+    bool done = false;
+    int waits = 0;  // 0: no, 1: for the block, 2: for its warp
+    std::vector<char> stack;
+};
+static std::vector<Fiber> fibers;
+static ucontext_t scheduler;
+static int current;
+static void (*body)(const void*);
+static const void* given;
+static std::vector<unsigned long long> exchange;
+static std::vector<unsigned char> dynamic;
+
+inline void wait(int kind) {
+    Fiber& me = fibers[current];
+    me.waits = kind;
+    swapcontext(&me.context, &scheduler);
+}
+inline void start() {
+    body(given);
+    fibers[current].done = true;
+}
+inline bool released(int kind, int first, int last) {  // all that still run have come to this barrier
+    bool any = false;
+    for (int i = first; i < last; ++i) {
+        if (fibers[i].done) continue;
+        if (fibers[i].waits != kind) return false;
+        any = true;
+    }
+    return any;
+}
+inline void run_block() {
+    const int count = blockDim.x * blockDim.y * blockDim.z;
+    fibers.resize(count);
+    exchange.assign(count, 0);
+    for (int i = 0; i < count; ++i) {
+        Fiber& f = fibers[i];
+        f.done = false;
+        f.waits = 0;
+        f.at.x = i % blockDim.x;
+        f.at.y = i / blockDim.x % blockDim.y;
+        f.at.z = i / blockDim.x / blockDim.y;
+        f.stack.resize(64 << 10);
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp = f.stack.data();
+        f.context.uc_stack.ss_size = f.stack.size();
+        f.context.uc_link = &scheduler;
+        makecontext(&f.context, start, 0);
+    }
+    for (;;) {
+        bool moved = false, left = false;
+        for (current = 0; current < count; ++current) {
+            Fiber& f = fibers[current];
+            if (f.done || f.waits) { left |= !f.done; continue; }
+            threadIdx = f.at;
+            swapcontext(&scheduler, &f.context);
+            moved = true;
+            left |= !f.done;
+        }
+        if (!left) return;
+        if (moved) continue;
+        bool freed = false;
+        for (int w = 0; w < count; w += 32) {
+            const int end = w + 32 < count ? w + 32 : count;
+            if (released(2, w, end)) {
+                for (int i = w; i < end; ++i) fibers[i].waits = 0;
+                freed = true;
+            }
+        }
+        if (!freed && released(1, 0, count)) {
+            for (auto& f : fibers) f.waits = 0;
+            freed = true;
+        }
+        if (!freed) { fprintf(stderr, "emulator: threads wait for each other for ever\n"); abort(); }
+    }
+}
+template <class T> inline T shuffle(T value, int lane) {
+    const int first = current & ~31;
+    unsigned long long bits = 0;
+    memcpy(&bits, &value, sizeof value);
+    const int me = current;
+    exchange[me] = bits;
+    wait(2);
+    bits = exchange[first + (lane & 31)];
+    wait(2);
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+}  // namespace emulator
+
+inline void __syncthreads() { emulator::wait(1); }
+inline void __syncwarp(unsigned = ~0u) { emulator::wait(2); }
+inline int emulator_lane() { return emulator::current & 31; }
+template <class T> inline T __shfl_sync(unsigned, T v, int lane, int = 32) { return emulator::shuffle(v, lane); }
+template <class T> inline T __shfl_xor_sync(unsigned, T v, int mask, int = 32) {
+    return emulator::shuffle(v, emulator_lane() ^ mask);
+}
+template <class T> inline T __shfl_down_sync(unsigned, T v, int by, int = 32) {
+    return emulator::shuffle(v, emulator_lane() + by < 32 ? emulator_lane() + by : emulator_lane());
+}
+template <class T> inline T __shfl_up_sync(unsigned, T v, int by, int = 32) {
+    return emulator::shuffle(v, emulator_lane() >= by ? emulator_lane() - by : emulator_lane());
+}
+
+namespace convert {
+inline unsigned short f16_from(float value) {
+    const _Float16 h = (_Float16)value;
+    unsigned short bits;
+    memcpy(&bits, &h, 2);
+    return bits;
+}
+inline float f32_from_f16(unsigned short bits) {
+    _Float16 h;
+    memcpy(&h, &bits, 2);
+    return (float)h;
+}
+inline unsigned short bf16_from(float value) {
+    const unsigned word = __float_as_uint(value);
+    return value != value ? 0x7fff : (word + 0x7fff + (word >> 16 & 1)) >> 16;
+}
+inline float f32_from_bf16(unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
+}  // namespace convert
+#include "mma.h"

@@ -1,0 +1,71 @@
+// common/mma.cuh for the emulator: what a warp computes together goes through a buffer with one entry for each thread.
+namespace tensor {
+
+using u32 = unsigned;
+
+struct Fragment {
+    u32 a[4], b[2];
+    const void* row;
+};
+inline Fragment* fragments() {
+    static Fragment all[1024];
+    return all;
+}
+
+// Element `half` of a register that holds two values of type T.
+template <class T> inline float element(u32 word, int half) {
+    T value;
+    value.bits = (unsigned short)(half ? word >> 16 : word);
+    return float(value);
+}
+
+template <class T> inline void product(float (&d)[4], const Fragment& mine, int depth) {
+    const int me = emulator::current, first = me & ~31, g = (me & 31) / 4, t = me & 3;
+    fragments()[me] = mine;
+    emulator::wait(2);
+    for (int i = 0; i < 4; ++i) {
+        const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+        float sum = 0;
+        for (int k = 0; k < depth; ++k) {
+            const Fragment& a = fragments()[first + row % 8 * 4 + k % 8 / 2];
+            const Fragment& b = fragments()[first + column * 4 + k % 8 / 2];
+            sum += element<T>(a.a[row / 8 + k / 8 * 2], k & 1) * element<T>(b.b[k / 8], k & 1);
+        }
+        d[i] += sum;
+    }
+    emulator::wait(2);
+}
+
+template <class T> inline void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    product<T>(d, {{a0, a1, a2, a3}, {b0, b1}, nullptr}, 16);
+}
+template <class T> inline void mma(float (&d)[4], u32 a0, u32 a1, u32 b0) {
+    product<T>(d, {{a0, a1, 0, 0}, {b0, 0}, nullptr}, 8);
+}
+
+template <int Count> inline void matrices(u32 (&to)[Count], const void* row, bool transposed) {
+    const int me = emulator::current, first = me & ~31, g = (me & 31) / 4, t = me & 3;
+    if ((me & 31) < 8 * Count && reinterpret_cast<uintptr_t>(row) % 16) { fprintf(stderr, "emulator: a matrix row is not aligned\n"); abort(); }
+    fragments()[me].row = row;
+    emulator::wait(2);
+    for (int i = 0; i < Count; ++i) {
+        const auto at = [&](int r, int c) {
+            return u32(static_cast<const unsigned short*>(fragments()[first + 8 * i + r].row)[c]);
+        };
+        to[i] = transposed ? at(2 * t, g) | at(2 * t + 1, g) << 16 : at(g, 2 * t) | at(g, 2 * t + 1) << 16;
+    }
+    emulator::wait(2);
+}
+template <int Count> inline void load_matrices(u32 (&to)[Count], const void* row) { matrices(to, row, false); }
+template <int Count> inline void load_transposed(u32 (&to)[Count], const void* row) { matrices(to, row, true); }
+
+template <int Bytes> inline void copy(void* to, const void* from, bool inside) {
+    const auto odd = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % Bytes != 0; };
+    if (odd(to) || (inside && odd(from))) { fprintf(stderr, "emulator: a copy is not aligned\n"); abort(); }
+    if (inside) memcpy(to, from, Bytes);
+    else memset(to, 0, Bytes);
+}
+inline void commit() {}
+template <int Left> inline void wait() {}
+
+}  // namespace tensor

@@ -1,0 +1,33 @@
+"""Engines are checked on the GPU itself; a run of everything that passes leaves a record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+import pytest
+import torch
+
+from tests.support import running_on
+from tests.verified import RESULTS, Verified, sources_digest
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu() -> Iterator[None]:
+    with running_on(None, torch.device("cuda")):
+        yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    """Record a whole run without a failure."""
+    stats = terminalreporter.stats
+    whole = not (config.option.keyword or config.option.markexpr or config.option.lf)
+    if exitstatus or not torch.cuda.is_available() or not whole or not stats.get("passed"):
+        return
+    from openconv.bench.results import device_slug
+
+    made = Verified(
+        sources_digest(), len(stats["passed"]), len(stats.get("skipped", ())), torch.cuda.get_device_name(),
+        {"torch": torch.__version__, "cuda": str(torch.version.cuda)}, datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+    )  # fmt: skip
+    terminalreporter.write_line(f"recorded in {made.write(RESULTS / device_slug(torch.device('cuda')))}")

@@ -1,0 +1,92 @@
+"""Every CUDA engine against float64 on the GPU: problems, dtypes, layouts, epilogues, knobs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+
+from openconv.engine import engines
+from openconv.problem import DIRECTIONS, Problem
+from tests.support import (
+    EPILOGUES,
+    LAYOUTS,
+    PROBLEMS,
+    accepts,
+    check_batch_invariance,
+    check_determinism,
+    check_engine,
+    check_knobs,
+    check_locality,
+    check_plan,
+    check_workspace_limits,
+    make,
+    problems,
+)
+
+ENGINES = [engine for engine in engines() if engine.device == "cuda"]
+each_engine = pytest.mark.parametrize("engine", ENGINES, ids=[engine.name for engine in ENGINES])
+FLOATS = ("f32", "f16", "bf16", "f64")
+
+
+def taken(engine, names=tuple(PROBLEMS), directions=DIRECTIONS, dtypes=FLOATS, layouts=LAYOUTS):
+    """What the engine accepts of the shared problems."""
+    for name in names:
+        for direction in directions:
+            for dtype in dtypes:
+                for layout in layouts if " h" in PROBLEMS[name] else layouts[:1]:
+                    problem = make(PROBLEMS[name], direction, dtype, layout)
+                    if accepts(engine, problem):
+                        yield problem
+
+
+@each_engine
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_problem_is_right(engine, direction):
+    seen = 0
+    for problem in taken(engine, directions=(direction,), layouts=LAYOUTS[:2]):
+        check_engine(engine, problem)
+        seen += 1
+    assert seen > 0
+
+
+@each_engine
+def test_every_setting_of_its_knobs_is_right(engine):
+    for problem in taken(engine, dtypes=("f32", "f16"), layouts=LAYOUTS[:2]):
+        check_knobs(engine, problem)
+
+
+@each_engine
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_every_epilogue_is_right(engine, epilogue):
+    for problem in list(taken(engine, directions=("fprop", "dgrad"), dtypes=("f32", "f16"), layouts=LAYOUTS[:2]))[::5]:
+        if problem.epilogue.is_identity:
+            check_plan(Problem.parse(f"{problem} {epilogue}"), engine=engine.name)
+
+
+@each_engine
+def test_the_same_bits_each_time(engine):
+    for problem in list(taken(engine, dtypes=("f16",)))[::3]:
+        check_determinism(engine, problem)
+
+
+@each_engine
+def test_batches_and_limits(engine):
+    for problem in list(taken(engine, directions=("fprop", "dgrad"), dtypes=("f32",)))[::4]:
+        check_batch_invariance(engine, problem)
+        check_workspace_limits(engine, problem)
+
+
+@each_engine
+def test_infinities_and_nans_stay_where_they_belong(engine):
+    for problem in list(taken(engine, dtypes=("f32",)))[::4]:
+        for value in (math.inf, math.nan):
+            check_locality(engine, problem, value=value)
+
+
+@settings(max_examples=150)
+@given(problems())
+def test_any_problem_is_right_as_planned(problem):
+    check_plan(problem)
+    check_plan(problem, strided=True)
