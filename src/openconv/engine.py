@@ -41,6 +41,8 @@ ENGINES = (
     "openconv.cpu.gemm_1x1:Gemm1x1",
     "openconv.cpu.im2col_gemm:Im2colGemm",
     "openconv.cpu.naive:Naive",
+    "openconv.cuda.gemm_1x1:Gemm1x1",
+    "openconv.cuda.im2col_gemm:Im2colGemm",
     "openconv.cuda.naive:Naive",
 )
 """Every engine as ``module:class``, imported at the first choice. Ties in predicted cost go to the earlier one; the
