@@ -42,6 +42,7 @@ ENGINES = (
     "openconv.cpu.im2col_gemm:Im2colGemm",
     "openconv.cpu.naive:Naive",
     "openconv.cuda.gemm_1x1:Gemm1x1",
+    "openconv.cuda.tiled:Tiled",
     "openconv.cuda.im2col_gemm:Im2colGemm",
     "openconv.cuda.naive:Naive",
 )
