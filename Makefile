@@ -27,7 +27,7 @@ endif
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format test-gpu bench docs clean
+.PHONY: help demo test check kernels format test-gpu bench docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -44,6 +44,9 @@ check: $(NEEDS) ## lint, formatting and types
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
+
+kernels: $(NEEDS) ## compile every GPU kernel that can be chosen, without a GPU; fails on a spill
+	$(OPENCONV) compile --arch sm_80 --arch sm_90a --no-show
 
 format: $(NEEDS) ## rewrite Python and CUDA sources in the house style
 	$(PY) -m ruff check --fix --exit-zero

@@ -407,8 +407,8 @@ def test_demo_shows_a_wrong_engine_and_fails(tmp_path, monkeypatch):
     problems = [p.with_(n=3) for p in check_problems(quick=True)][:1]  # a batch of its own: no plan from another test
     monkeypatch.setattr(Naive, "build", wrong)
     monkeypatch.setattr(openconv.demo.run, "FILTERS", (("box", 3),))
-    monkeypatch.setattr(openconv.demo.run, "check_problems", lambda quick: problems)
-    monkeypatch.setattr(openconv.demo.run, "race_layers", lambda quick: [])
+    monkeypatch.setattr(openconv.demo.run, "check_problems", lambda quick, kind: problems)
+    monkeypatch.setattr(openconv.demo.run, "race_layers", lambda quick, kind: [])
     result = run("demo", "--quick", "--out", tmp_path)
     assert result.exit_code == 1, result.output
     assert "WRONG" in result.stdout

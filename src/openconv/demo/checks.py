@@ -36,18 +36,20 @@ _SIZES = {1: "w301", 2: "h27 w131", 3: "d6 h7 w37"}
 _TAPS = {1: ("s",), 2: ("r", "s"), 3: ("t", "r", "s")}
 
 
-def check_problems(quick: bool = False) -> Iterator[Problem]:
-    """A few hundred small problems; with ``quick`` the most common shapes, of two axes, in f32."""
+def check_problems(quick: bool = False, kind: str = "cpu") -> Iterator[Problem]:
+    """A few hundred small problems; with ``quick`` the most common shapes, of two axes, in f32. On a GPU, where each
+    has kernels of its own to compile, those of two axes in f32 and f16."""
+    dtypes = ("f32", "f64", "f16", "bf16", "complex64") if kind == "cpu" else ("f32", "f16")
     for name, shape in _SHAPES.items():
         if quick and name not in _QUICK:
             continue
         for direction in DIRECTIONS:
             if direction == "wgrad" and "+" in shape:
                 continue
-            for rank_ in (2,) if quick else (1, 2, 3):
+            for rank_ in (2,) if quick or kind == "cuda" else (1, 2, 3):
                 for layout in ("nchw", "nhwc") if rank_ > 1 else ("nchw",):
                     # Other dtypes share kernels across axes: two axes are enough for them.
-                    for dtype in ("f32",) if quick or rank_ != 2 else ("f32", "f64", "f16", "bf16", "complex64"):
+                    for dtype in ("f32",) if quick or rank_ != 2 else dtypes:
                         if dtype != "complex64" or "relu" not in shape:
                             yield _problem(direction, shape, rank_, dtype, layout)
 
@@ -76,17 +78,18 @@ class EngineCheck:
 
 
 def check_engines(
-    problems: list[Problem], device: Device, advance: Callable[[str], object] = lambda problem: None
-) -> list[EngineCheck]:
+    problems: list[Problem], device: Device, advance: Callable[[str], object] = lambda problem: None,
+    place: torch.device | str = "cpu",
+) -> list[EngineCheck]:  # fmt: skip
     """Run every problem on every engine that takes it. A wrong result and a failure both count as wrong."""
-    checks = {e.name: EngineCheck(e.name, e.summary) for e in engines() if e.device == device.kind}
+    checks = {e.name: EngineCheck(e.name, e.summary) for e in engines(device.kind)}
     with torch.no_grad():
         for problem in problems:
             advance(str(problem))
             accepted, refused = rank(lower(problem, device), device, Policy())
             for refusal in refused:
                 checks[refusal.engine.name].refused += 1
-            inputs = random_inputs(problem)
+            inputs = random_inputs(problem, device=place)
             for candidate in accepted:
                 _check(checks[candidate.engine.name], problem, inputs, device, candidate)
     return list(checks.values())

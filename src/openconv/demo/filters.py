@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..bench.timing import race
+from ..bench.timing import Timing, race, race_cuda
 from ..functional import conv2d
 from ..pictures import Picture, filter_picture, make_kernel
 
@@ -43,21 +43,31 @@ class FilterResult:
         return self.seconds[peer] / self.seconds["openconv"] if peer in self.seconds else None
 
 
-def run_filter(scene: Picture, name: str, size: int, budget: float) -> FilterResult:
-    """Filter, check and time; all contestants lay zeros around the picture and take turns."""
+def run_filter(scene: Picture, name: str, size: int, budget: float, place: torch.device) -> FilterResult:
+    """Filter, check and time; all contestants lay zeros around the picture and take turns. On a GPU, OpenCV is timed by
+    itself: it has the CPU."""
     kernel = make_kernel(name, size)
-    image = torch.from_numpy(scene.pixels[..., 0].astype(np.float32))[None, None]
-    weight = torch.from_numpy(kernel.weights.astype(np.float32))[:, None]
+    image = torch.from_numpy(scene.pixels[..., 0].astype(np.float32))[None, None].to(place)
+    weight = torch.from_numpy(kernel.weights.astype(np.float32))[:, None].to(place)
     pad = (size // 2, size // 2)
     with torch.no_grad():
         wanted = F.conv2d(image.double(), weight.double(), padding=pad)
         difference = float((conv2d(image, weight, padding=pad) - wanted).abs().max())
         calls = _contestants(image, weight, pad)
-        timings = race(list(calls.values()), budget=budget * len(calls), least=3)
+        timings = _race(calls, budget, place.type == "cuda")
     # Each tap adds one rounding of f32, relative to sum(|x|*|w|), which is at most 255 times sum(|w|).
     allowed = (size**2 + 1) * 2.0**-24 * 255 * float(np.abs(kernel.weights).sum(axis=(1, 2)).max())
     seconds = {who: timing.median for who, timing in zip(calls, timings, strict=True)}
     return FilterResult(name, size, filter_picture(scene, kernel), seconds, difference, allowed)
+
+
+def _race(calls: dict[str, Callable[[], Any]], budget: float, on_gpu: bool) -> list[Timing]:
+    if not on_gpu:
+        return race(list(calls.values()), budget=budget * len(calls), least=3)
+    with torch.backends.cudnn.flags(benchmark=True, allow_tf32=False):
+        timings = race_cuda([[calls["openconv"]], [calls["torch"]]], budget=budget * 2, least=3)
+    others = [call for who, call in calls.items() if who not in ("openconv", "torch")]
+    return timings + (race(others, budget=budget, least=3) if others else [])
 
 
 def _contestants(image: Tensor, weight: Tensor, pad: tuple[int, int]) -> dict[str, Callable[[], Any]]:
@@ -68,7 +78,7 @@ def _contestants(image: Tensor, weight: Tensor, pad: tuple[int, int]) -> dict[st
     if find_spec("cv2") is not None:
         import cv2
 
-        pixels, filters = image[0, 0].numpy(), [np.ascontiguousarray(w) for w in weight[:, 0].numpy()]
+        pixels, filters = image[0, 0].cpu().numpy(), [np.ascontiguousarray(w) for w in weight[:, 0].cpu().numpy()]
         border = cv2.BORDER_CONSTANT
         calls["opencv"] = lambda: [cv2.filter2D(pixels, cv2.CV_32F, taps, borderType=border) for taps in filters]
     return calls

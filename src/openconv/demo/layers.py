@@ -27,6 +27,11 @@ _LAYERS = (
 _QUICK = ("ResNet-50 1x1 256@56", "MobileNetV2 dw 3x3 144@56", "ConvNeXt-T 4x4 s4 3@224")
 
 
-def race_layers(quick: bool = False) -> list[tuple[str, Problem]]:
-    """Names and problems; batch one, f32, nchw, as PyTorch has them by default. A name ends in channels@size of x."""
-    return [(name, Problem.parse(line)) for name, line in _LAYERS if not quick or name in _QUICK]
+def race_layers(quick: bool = False, kind: str = "cpu") -> list[tuple[str, Problem]]:
+    """Names and problems; batch one, f32, nchw, as PyTorch has them by default; on a GPU layers of networks as they are
+    run there: batch 32, f16, nhwc. A name ends in channels@size of x."""
+    usual = " f16 nhwc" if kind == "cuda" else ""
+    found = [(name, Problem.parse(line + usual * (" c1 " not in line))) for name, line in _LAYERS]
+    if kind == "cuda":
+        found = [(name, problem.with_(n=32) if problem.c > 1 else problem) for name, problem in found]
+    return [(name, problem) for name, problem in found if not quick or name in _QUICK]

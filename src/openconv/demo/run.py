@@ -18,11 +18,14 @@ from rich.table import Table
 from .. import __version__
 from ..bench.results import Record, geometric_mean
 from ..bench.run import Limits, measure
+from ..cuda.compile import build, variants
+from ..cuda.device import CudaDevice
 from ..device import Device
 from ..explanation import explain
 from ..files import write_atomic
 from ..pictures import Picture, write_picture
 from ..plan import device_of
+from ..problem import Problem
 from ..units import percent_text, ratio_text, seconds_text
 from .checks import EngineCheck, check_engines, check_problems
 from .filters import FILTERS, FilterResult, run_filter
@@ -35,12 +38,14 @@ __all__ = ["run_demo"]
 _EXPLAINED = "fprop n1 c64 h56 w56 k64 r3 s3 pad1 f16 nhwc +bias+relu"
 
 
-def run_demo(out: Path, *, quick: bool, console: Console) -> bool:
-    """Everything in order; the folder is made if it is not there. False if any result was wrong."""
+def run_demo(out: Path, *, quick: bool, console: Console, place: torch.device | None = None) -> bool:
+    """Everything in order, on the GPU if there is one; the folder is made if it is not there. False if any result was
+    wrong."""
+    place = place or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     out.mkdir(parents=True, exist_ok=True)
-    device = device_of(torch.device("cpu"))
+    device = device_of(place)
     busy = _busy(device)
-    console.print(f"[bold]openconv demo[/bold] on {device} (torch.get_num_threads)")
+    console.print(f"[bold]openconv demo[/bold] on {device}{' (torch.get_num_threads)' * (place.type == 'cpu')}")
     console.print("a few minutes where kernels have to be compiled first, less after that\n")
 
     scene = Picture(make_scene(*((256, 512) if quick else (1024, 2048)))[..., None])
@@ -49,19 +54,21 @@ def run_demo(out: Path, *, quick: bool, console: Console) -> bool:
     with _progress(console, "filtering", len(FILTERS)) as advance:
         for name, size in FILTERS:
             advance(f"{name} {size} x {size}")
-            filters.append(run_filter(scene, name, size, 0.02 if quick else 0.4))
+            filters.append(run_filter(scene, name, size, 0.02 if quick else 0.4, place))
             write_picture(out / f"{name}.png", filters[-1].picture)
     console.print(_filter_table(filters))
 
-    problems = list(check_problems(quick))
+    problems = list(check_problems(quick, place.type))
+    if place.type == "cuda":
+        _compile(console, problems, device)
     with _progress(console, "checking", len(problems)) as advance:
-        checks = check_engines(problems, device, advance)
+        checks = check_engines(problems, device, advance, place)
     console.print(_check_table(checks, len(problems)))
 
-    records, failures = _race(console, quick)
-    console.print(_race_table(records, roomy=console.width >= 110))
+    records, failures = _race(console, quick, place)
+    console.print(_race_table(records, place, roomy=console.width >= 110))
 
-    explanation = explain(_EXPLAINED, measure=True, budget=0.05 if quick else 0.5)
+    explanation = explain(_EXPLAINED, measure=True, budget=0.05 if quick else 0.5, device=place)
     busy = busy or _busy(device)
     found = Findings(str(device), _versions(), scene, filters, checks, records, explanation, failures, busy)
     write_atomic(out / "speed.png", draw_plot(records))
@@ -71,16 +78,24 @@ def run_demo(out: Path, *, quick: bool, console: Console) -> bool:
     return not found.wrong
 
 
-def _race(console: Console, quick: bool) -> tuple[list[Record], list[str]]:
+def _compile(console: Console, problems: list[Problem], device: Device) -> None:
+    """All kernels of the check, several at a time: one by one, each at its first use, they take minutes."""
+    assert isinstance(device, CudaDevice)
+    wanted = variants(problems, [device.arch], chosen=False)
+    with _progress(console, "compiling", len(wanted)) as advance:
+        build(wanted, done=lambda built: advance(built.variant.source.file))
+
+
+def _race(console: Console, quick: bool, place: torch.device) -> tuple[list[Record], list[str]]:
     """The records, and a line for each layer on which an engine failed."""
-    layers, limits = race_layers(quick), Limits(peers=("torch", "opencv"), budget=0.02 if quick else 0.4)
+    layers, limits = race_layers(quick, place.type), Limits(peers=("torch", "opencv"), budget=0.02 if quick else 0.4)
     records: list[Record] = []
     failures: list[str] = []
     with _progress(console, "racing", len(layers)) as advance:
         for name, problem in layers:
             advance(name)
             try:
-                records.append(measure("demo", name, problem, torch.device("cpu"), limits))
+                records.append(measure("demo", name, problem, place, limits))
             except Exception as failure:  # shown like a wrong result; the other layers still race
                 failures.append(f"{type(failure).__name__} on '{problem}': {failure}")
     return records, failures
@@ -98,6 +113,8 @@ def _busy(device: Device) -> str:
 
 def _versions() -> str:
     capability = torch.backends.cpu.get_cpu_capability()
+    if torch.cuda.is_available():
+        capability += f", cuDNN {torch.backends.cudnn.version()}"
     return f"openconv {__version__}, torch {torch.__version__} ({capability}), Python {platform.python_version()}"
 
 
@@ -148,8 +165,9 @@ def _check_table(checks: list[EngineCheck], problems: int) -> Table:
     return table
 
 
-def _race_table(records: list[Record], *, roomy: bool) -> Table:
-    table = Table(title="Layers, f32, batch 1", title_justify="left")
+def _race_table(records: list[Record], place: torch.device, *, roomy: bool) -> Table:
+    what = "f32, batch 1" if place.type == "cpu" else "f16, nhwc, batch 32 (image filters f32)"
+    table = Table(title=f"Layers, {what}", title_justify="left")
     for name in ("layer", "engine chosen"):
         table.add_column(name, no_wrap=True)
     for name in ("openconv", "PyTorch", "x PyTorch"):
