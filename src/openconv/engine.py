@@ -41,6 +41,7 @@ ENGINES = (
     "openconv.cpu.gemm_1x1:Gemm1x1",
     "openconv.cpu.im2col_gemm:Im2colGemm",
     "openconv.cpu.naive:Naive",
+    "openconv.cuda.filter2d:Filter2d",
     "openconv.cuda.depthwise:Depthwise",
     "openconv.cuda.few_channels:FewChannels",
     "openconv.cuda.gemm_1x1:Gemm1x1",
