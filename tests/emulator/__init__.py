@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import re
 import subprocess
 import tempfile
@@ -33,7 +34,8 @@ def compiled(source: jit.Source, name: str, arch: int = 900) -> ctypes.CDLL:
 #line 1 "emulated"
 static void body(const void* params) {{ {name}(*static_cast<const Params*>(params)); }}
 extern "C" __attribute__((visibility("default"))) int params_size() {{ return sizeof(Params); }}
-extern "C" __attribute__((visibility("default"))) void run(const unsigned* grid, const unsigned* block, const void* params) {{
+extern "C" __attribute__((visibility("default")))
+void run(const unsigned* grid, const unsigned* block, const void* params) {{
     emulator::body = body;
     emulator::given = params;
     gridDim = {{grid[0], grid[1], grid[2]}};
@@ -48,32 +50,25 @@ extern "C" __attribute__((visibility("default"))) void run(const unsigned* grid,
 """
     folder = Path(tempfile.gettempdir()) / "openconv-emulator"
     folder.mkdir(exist_ok=True)
-    key = hashlib.sha256((whole + "".join(path.read_text() for path in sorted(HERE.glob("*.h")))).encode()).hexdigest()[
-        :20
-    ]
+    headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
+    key = hashlib.sha256((whole + headers).encode()).hexdigest()[:20]
     library = folder / f"{key}.so"
     if not library.exists():
-        file = folder / f"{key}.cpp"
+        file, made = (folder / f"{key}.{os.getpid()}.{ending}" for ending in ("cpp", "so"))
         file.write_text(whole)
-        made = folder / f"{key}.tmp.so"
-        subprocess.run(
-            [
-                "g++",
-                "-std=c++17",
-                "-O1",
-                "-w",
-                "-fpermissive",
-                "-shared",
-                "-fPIC",
-                "-fno-gnu-unique",
-                "-fvisibility=hidden",
-                str(file),
-                "-o",
-                str(made),
-            ],
-            check=True,
-        )
+        flags = [
+            "-std=c++17",
+            "-O1",
+            "-w",
+            "-fpermissive",
+            "-shared",
+            "-fPIC",
+            "-fno-gnu-unique",
+            "-fvisibility=hidden",
+        ]
+        subprocess.run(["g++", *flags, str(file), "-o", str(made)], check=True)
         made.rename(library)
+        file.unlink()
     return ctypes.CDLL(str(library))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
 
 from openconv.engine import engines
 from openconv.problem import DIRECTIONS, Problem
@@ -22,8 +23,8 @@ from tests.support import (
     check_plan,
     check_workspace_limits,
     make,
-    problems,
 )
+from tests.test_fuzz import EXAMPLES, check_all_engines, fuzzed
 
 ENGINES = [engine for engine in engines() if engine.device == "cuda"]
 each_engine = pytest.mark.parametrize("engine", ENGINES, ids=[engine.name for engine in ENGINES])
@@ -52,8 +53,9 @@ def test_every_problem_is_right(engine, direction):
 
 
 @each_engine
-def test_every_setting_of_its_knobs_is_right(engine):
-    for problem in taken(engine, dtypes=("f32", "f16"), layouts=LAYOUTS[:2]):
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_setting_of_its_knobs_is_right(engine, direction):
+    for problem in taken(engine, directions=(direction,), dtypes=("f32", "f16"), layouts=LAYOUTS[:2]):
         check_knobs(engine, problem)
 
 
@@ -80,13 +82,19 @@ def test_batches_and_limits(engine):
 
 @each_engine
 def test_infinities_and_nans_stay_where_they_belong(engine):
-    for problem in list(taken(engine, dtypes=("f32",)))[::4]:
+    for problem in list(taken(engine, dtypes=("f32", "f16")))[::5]:
         for value in (math.inf, math.nan):
             check_locality(engine, problem, value=value)
 
 
-@settings(max_examples=150)
-@given(problems())
-def test_any_problem_is_right_as_planned(problem):
-    check_plan(problem)
-    check_plan(problem, strided=True)
+# Several searches, so that processes can share them: kernels are compiled for each problem.
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("dtypes", [("f32",), ("f16", "bf16"), ("f64", "complex64"), ("i8", "i32", "i64")], ids=str)
+def test_any_problem_is_right_on_every_engine(dtypes, part):
+    @seed(part)
+    @settings(max_examples=max(1, EXAMPLES // 4), database=None)
+    @given(fuzzed(dtypes), st.integers(0, 999), st.booleans())
+    def search(problem, data, strided):
+        check_all_engines(problem, data, strided)
+
+    search()

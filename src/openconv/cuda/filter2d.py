@@ -349,6 +349,8 @@ def _image_knobs(problem: Problem, device: Device) -> Iterator[Filter2dKnobs]:
         sized(False, 12 - height, wide, 256),
         Filter2dKnobs(False, 8, 128, 128),
         Filter2dKnobs(False, 4, 256, 256),
+        sized(False, 2, wide, 256),
+        Filter2dKnobs(False, 8, 128, 512),
         sized(False, 16, wide, 128),
     ]
     staged = [

@@ -245,7 +245,7 @@ __device__ __forceinline__ void add_down(Acc* tile, const Acc* down) {
 
 // Sums along the rows of those: `tile` is at the thread's first. Four rows at once share the weights that are read.
 __device__ __forceinline__ void add_along(Acc (&acc)[thread_rows][4], const Acc* tile, const Acc* along) {
-    static_assert(thread_rows % 4 == 0, "rows are taken by four");
+    static_assert(!Traits::separable || thread_rows % 4 == 0, "rows are taken by four");
 #pragma unroll
     for (int y = 0; y < thread_rows; y += 4) {
         Acc value[4][8];
