@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .bench.timing import Timing
+from .cuda.device import CudaDevice
 from .device import Device
 from .plan import Plan, lower, make_plan, plan_for
 from .problem import Problem
@@ -115,6 +116,10 @@ def measure_candidates(
     """What the candidates take for a problem as engines see it, on random data. The first two are measured in any case,
     since one alone would say nothing; of the others none is begun, which may mean a compilation, once the time is
     spent."""
+    if isinstance(device, CudaDevice):
+        from .cuda.compile import prepare
+
+        prepare(problem, device, [(candidate.engine, candidate.knobs) for candidate in candidates])
     end = time.perf_counter() + seconds
     with torch.no_grad():
         inputs = random_inputs(problem, device=place)

@@ -132,9 +132,11 @@ def transforming() -> bool:
 
 def plain(tensor: Any) -> bool:
     """A tensor of the CPU or a GPU, no subclass of it, whose memory holds its values."""
-    here = type(tensor) in _PLAIN and (tensor.is_cpu or tensor.is_cuda)
-    ordinary = here and not (tensor.is_neg() or tensor.is_conj())
-    return ordinary and not _wrapped(tensor)  # functorch's wrappers can outlive its transforms
+    return (
+        type(tensor) in _PLAIN
+        and (tensor.is_cuda or tensor.is_cpu)
+        and not (tensor.is_neg() or tensor.is_conj() or _wrapped(tensor))  # functorch's can outlive its transforms
+    )
 
 
 def grad_wanted(tensors: Sequence[Tensor | None]) -> bool:

@@ -6,18 +6,19 @@ not compile for an architecture.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
-from ..engine import Engine, engines
+from ..engine import Engine
 from ..plan import lower
 from ..problem import Problem
 from . import jit
 from .device import CudaDevice, device_for
 
-__all__ = ["Built", "Variant", "build", "usual_problems", "variants"]
+__all__ = ["Built", "Variant", "build", "prepare", "usual_problems", "variants"]
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,21 @@ def build(
     return [built for built in results if built is not None]
 
 
+def prepare(problem: Problem, device: CudaDevice, wanted: Iterable[tuple[Engine, object]]) -> None:
+    """Have the kernels of engines and their knobs in the cache, compiled several at a time. What does not compile is
+    left to its first use, which tells."""
+    found = {source for engine, knobs in wanted for source in _sources(engine, problem, device, knobs)}
+
+    def compile_one(source: jit.Source) -> None:
+        with contextlib.suppress(jit.CompileError):
+            jit.cubin(source, device.arch)
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(compile_one, found))
+
+
 def _build(variant: Variant) -> Built:
     try:
         return Built(variant, tuple(jit.built(variant.source, variant.arch)))
     except jit.CompileError as error:
         return Built(variant, error=str(error))
-
-
-def cuda_engines() -> list[Engine]:
-    """The engines that have kernels to compile."""
-    return [engine for engine in engines() if engine.device == "cuda"]

@@ -9,9 +9,11 @@ no more. Nothing waits for the GPU, and capture into a CUDA graph records the la
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,12 +34,15 @@ def pack(pointers: int, wide: Sequence[int] = (), narrow: Sequence[int] = ()) ->
 
 
 class _Packs(threading.local):
-    """The struct as this thread writes it, and where the driver finds it."""
+    """What the driver is given, as this thread writes it: the struct, and the launch's configuration."""
 
-    def __init__(self, params: bytes, device: int) -> None:
+    def __init__(self, params: bytes, configuration: bytes, function: int, device: int) -> None:
         self.words = ctypes.create_string_buffer(params, len(params))
-        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.words))
-        self.address = ctypes.addressof(self._arguments)
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.words))
+        self.configuration = ctypes.create_string_buffer(configuration, len(configuration))
+        places = ctypes.addressof(self.configuration), function, ctypes.addressof(self._parameters), 0
+        self.arguments = tuple(map(ctypes.c_void_p, places))
+        self.stream = 0
         _ensure_context(device)
 
 
@@ -50,11 +55,22 @@ def _ensure_context(index: int) -> None:
     if found or not int(context):
         _, device = driver.cuDeviceGet(index)
         found, context = driver.cuDevicePrimaryCtxRetain(device)
-        _check((found,), "a context")
-        _check(driver.cuCtxSetCurrent(context), "a context")
+        _check(int(found), "a context")
+        _check(int(driver.cuCtxSetCurrent(context)[0]), "a context")
+
+
+@cache
+def _launcher() -> Any:
+    """cuLaunchKernelEx. It takes the configuration as a struct, so that a call converts four arguments to C; those of
+    cuLaunchKernel are eleven, which costs more than the launch."""
+    function = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuLaunchKernelEx
+    function.restype = ctypes.c_int
+    return function
 
 
 _WRITE = [struct.Struct(f"={count}q").pack_into for count in range(32)]
+_CONFIGURATION = struct.Struct("=7i4xqqi4x")  # grid, block, shared bytes; the stream, attributes and their number
+_write_stream, _STREAM = struct.Struct("=q").pack_into, 32
 
 
 class Launch:
@@ -73,32 +89,36 @@ class Launch:
         self._kernel = jit.kernel(source, device.arch, name)
         if shared > 48 << 10:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuKernelSetAttribute(attribute, shared, self._kernel.handle, device.index), name)
-        function = driver.CUfunction(int(self._kernel.handle))
-        self._fixed = (function, *three, *(*block, 1, 1)[:3], shared)
+            _check(int(driver.cuKernelSetAttribute(attribute, shared, self._kernel.handle, device.index)[0]), name)
+        configuration = _CONFIGURATION.pack(*three, *(*block, 1, 1)[:3], shared, 0, 0, 0)
         self._name, self._index = name, device.index
-        self._packs = _Packs(params, device.index)
-        self._launch = driver.cuLaunchKernel
+        self._packs = _Packs(params, configuration, int(self._kernel.handle), device.index)
+        self._launch = _launcher()
 
     def __call__(self, *pointers: int) -> None:
-        packs = self._packs
-        _WRITE[len(pointers)](packs.words, 0, *pointers)
         index = self._index
         if _current_device() != index:  # type: ignore[misc]
             with torch.cuda.device(index):
-                found = self._launch(*self._fixed, _current_stream(index), packs.address, 0)  # type: ignore[misc]
-        else:
-            found = self._launch(*self._fixed, _current_stream(index), packs.address, 0)  # type: ignore[misc]
-        if found[0]:
-            _check(found, self._name)
+                self(*pointers)
+            return
+        packs = self._packs
+        _WRITE[len(pointers)](packs.words, 0, *pointers)
+        stream = _current_stream(index)  # type: ignore[misc]
+        if stream != packs.stream:
+            _write_stream(packs.configuration, _STREAM, stream)
+            packs.stream = stream
+        failed = self._launch(*packs.arguments)
+        if failed:
+            _check(failed, self._name)
 
 
-def _check(found: Any, name: str) -> None:
+def _check(found: int, name: str) -> None:
     from cuda.bindings import driver
 
-    if found[0] != driver.CUresult.CUDA_SUCCESS:
-        _, text = driver.cuGetErrorString(found[0])
-        raise RuntimeError(f"{name} could not be launched: {found[0].name}: {(text or b'').decode()}")
+    if found:
+        error = driver.CUresult(found)
+        _, text = driver.cuGetErrorString(error)
+        raise RuntimeError(f"{name} could not be launched: {error.name}: {(text or b'').decode()}")
 
 
 def aligned(tensor: Tensor, size: int) -> Tensor:
