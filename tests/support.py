@@ -44,6 +44,8 @@ PROBLEMS = {
     # the plain case, and sizes that no vector length divides
     "3x3": "n2 c5 h7 w9 k6 r3 s3 pad1",
     "3x3-unpadded": "n1 c3 h8 w8 k4 r3 s3",
+    "depthwise-octets": "n2 c16 h9 w10 k16 r5 s5 pad2 g16",
+    "depthwise-octets-strided": "n3 c24 h11 w9 k24 r3 s3 stride2 pad1,0 g24",
     "5x5": "n1 c4 h9 w11 k3 r5 s5 pad2",
     "even-filter": "n2 c3 h6 w7 k4 r2 s4 pad1,2",
     "batch": "n9 c2 h4 w5 k3 r3 s3 pad1",

@@ -43,6 +43,7 @@ ENGINES = (
     "openconv.cpu.naive:Naive",
     "openconv.cuda.filter2d:Filter2d",
     "openconv.cuda.depthwise:Depthwise",
+    "openconv.cuda.depthwise_mma:DepthwiseMma",
     "openconv.cuda.few_channels:FewChannels",
     "openconv.cuda.gemm_1x1:Gemm1x1",
     "openconv.cuda.tiled:Tiled",

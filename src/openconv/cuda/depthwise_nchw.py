@@ -419,8 +419,8 @@ def _wgrad_source(problem: Problem, knobs: NchwKnobs) -> jit.Source:
     ragged = shape.out_size[2] % knobs.width != 0
     if shape.rows == 1 or sums <= 25:
         blocks = _blocks(shape, knobs, 24 + sums * (1 if shape.rows == 1 else 1.75), 1.2 if ragged else 0.5)
-    else:  # many unrolled rows are loaded ahead, whatever the bound: 128 registers do for pairs, 255 for single values
-        blocks = max(1, (512 if shape.in_bytes == 2 and sums <= 49 else 256) // knobs.threads)
+    else:  # many unrolled rows are loaded ahead, whatever the bound: pairs take half of what single values do
+        blocks = max(1, (512 if shape.in_bytes == 2 and sums <= 36 else 256) // knobs.threads)
     constants: dict[str, int | bool | str] = {
         **_axes(problem), "threads": knobs.threads,
         "blocks": blocks,

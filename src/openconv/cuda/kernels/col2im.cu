@@ -28,7 +28,7 @@ struct Params {
     const Columns* columns;
     i64 first;  // channel
     const void* operands[Traits::Epilogue::count > 0 ? Traits::Epilogue::count : 1];
-    i64 count;  // threads that have something to do
+    i64 count;       // threads that have something to do
     int all, pitch;  // channels of dx; elements of a row of columns
     int filter[3], output[3], pad[3], dilation[3];
     Divisor image[3], stride[3];
@@ -42,7 +42,8 @@ __device__ __forceinline__ int source(int place, const Divisor& stride, int coun
     return rest == 0 && place < count ? place : -1;
 }
 
-extern "C" __global__ void __launch_bounds__(256, 3) col2im(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256, 3)
+col2im(const __grid_constant__ Params p) {
     // Place: channel (the first of a vector), pixel and image.
     const i64 index = i64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (index >= p.count) return;
@@ -86,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(256, 3) col2im(const __grid_constan
     const int channel = int(p.first) + c * V;
     const Offset pixels = Offset(p.image[0].value) * p.image[1].value * p.image[2].value;
     const Offset pixel = (Offset(d) * p.image[1].value + h) * p.image[2].value + w;
-    const Offset place = Traits::channels_last ? (n * pixels + pixel) * p.all + channel
-                                               : (Offset(n) * p.all + channel) * pixels + pixel;
+    const Offset place =
+        Traits::channels_last ? (n * pixels + pixel) * p.all + channel : (Offset(n) * p.all + channel) * pixels + pixel;
     Traits::Epilogue::apply<V, Traits::channels_last>(sum, p.operands, channel, place);
     Pack<T, V> result;
 #pragma unroll

@@ -79,7 +79,7 @@ using Pixel = Raw<Traits::A, V>;
 using Mask = Bits<(columns <= 32)>::type;
 
 extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
-    depthwise_nhwc(const __grid_constant__ Params p) {
+depthwise_nhwc(const __grid_constant__ Params p) {
     alignas(16) __shared__ float filters[R * S * row_floats];
 
     // Place.
@@ -109,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
     // Bytes from here on: a column's address is then one multiplication, by a constant, and addition.
     const int left = backward ? (first_column + p.pad_w - Traits::phase_w) / SW + low : first_column * SW - p.pad_w;
     const u32 pixel = p.channels * u32(sizeof(Traits::A));
-    const char* const from = reinterpret_cast<const char*>(
-        p.a + (Index(image) * p.in_h * p.in_w + left) * p.channels + channel);
+    const char* const from =
+        reinterpret_cast<const char*>(p.a + (Index(image) * p.in_h * p.in_w + left) * p.channels + channel);
     const i64 in_line = i64(p.in_w) * pixel, out_line = i64(p.out_w) * pixel;
     char* const to =
         reinterpret_cast<char*>(p.out + (Index(image) * p.out_h * p.out_w + first_column) * p.channels + channel);
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
     // them from going ahead of the products.
     const char* in_row = from + h * in_line;
     char* out_row = to + row * out_line;
-    const auto fetch = [&](Pixel (&row)[columns], bool used, bool wanted) {
+    const auto fetch = [&](Pixel(&row)[columns], bool used, bool wanted) {
         if (used) {
             const Mask mask = wanted && unsigned(h) < unsigned(p.in_h) ? inside : 0;
 #pragma unroll
@@ -149,8 +149,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
     float sum[live][L][V] = {};
     Pixel raw[D][columns];
 #pragma unroll
-    for (int d = 0; d < D; ++d)
-        fetch(raw[d], row_used(d % taken), true);
+    for (int d = 0; d < D; ++d) fetch(raw[d], row_used(d % taken), true);
 
     // A body of several steps, until the buffers of rows that are under way come round.
     constexpr int body = D % taken == 0 ? D / taken : D;

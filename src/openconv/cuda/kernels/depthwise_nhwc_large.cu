@@ -41,7 +41,8 @@ static_assert(!backward || (L % SW == 0 && (chunk >= S || chunk * DW % SW == 0))
 
 // Columns of the input that `Count` filter columns need at a strip: results q and taps s of them meet at
 // q*stride + s*dilation (fprop), or at (q + phase - s*dilation) / stride where that is whole (dgrad).
-template <int Count> struct Window {
+template <int Count>
+struct Window {
     static constexpr int reach = (Count - 1) * DW;
     static constexpr int low = backward && reach > Traits::phase_w ? -((reach - Traits::phase_w) / SW) : 0;
     static constexpr int columns = backward ? (L - 1 + Traits::phase_w) / SW - low + 1 : (L - 1) * SW + reach + 1;
@@ -103,7 +104,7 @@ __device__ __forceinline__ void add(float (&sum)[tile][L][V], const char* row, i
 }
 
 extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
-    depthwise_nhwc_large(const __grid_constant__ Params p) {
+depthwise_nhwc_large(const __grid_constant__ Params p) {
     alignas(16) __shared__ float filters[band * S * row_floats];
 
     // Place.

@@ -30,9 +30,9 @@ struct Params {
     const Traits::B* dy;
     Traits::Out* out;
     float* parts;
-    int channels, filters;             // C, K
-    int lanes, groups, share;          // vectors of filters in a block, blocks along them, parts
-    int items, strips, chunks, rows;   // chunks of the whole batch, strips of a row, chunks of an image, rows of one
+    int channels, filters;            // C, K
+    int lanes, groups, share;         // vectors of filters in a block, blocks along them, parts
+    int items, strips, chunks, rows;  // chunks of the whole batch, strips of a row, chunks of an image, rows of one
     int in_d, in_h, in_w, out_d, out_h, out_w, pad_d, pad_h, pad_w;
 };
 
@@ -58,7 +58,7 @@ __device__ constexpr bool column_used(int column) {
 using Mask = Bits<(columns <= 32)>::type;
 
 extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
-    depthwise_nhwc_wgrad(const __grid_constant__ Params p) {
+depthwise_nhwc_wgrad(const __grid_constant__ Params p) {
     alignas(16) __shared__ float total[RT * ST * row_floats];
 
     // Place: blocks go along channels, then tiles of taps, then parts.
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
         int h = first * SH - p.pad_h + r0 * DH;
         const char* x_row = x_from + h * x_line;
         const char* dy_row = dy_from + first * dy_line;
-        const auto fetch_x = [&](Raw<Traits::A, V> (&row)[columns], bool last_of_step, bool wanted) {
+        const auto fetch_x = [&](Raw<Traits::A, V>(&row)[columns], bool last_of_step, bool wanted) {
             const Mask mask = wanted && unsigned(h) < unsigned(p.in_h) ? inside : 0;
 #pragma unroll
             for (int column = 0; column < columns; ++column) {
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
             h += last_of_step ? SH - used + 1 : 1;
             x_row += (last_of_step ? SH - used + 1 : 1) * x_line;
         };
-        const auto fetch_dy = [&](Raw<Traits::B, V> (&row)[L], int m) {
+        const auto fetch_dy = [&](Raw<Traits::B, V>(&row)[L], int m) {
 #pragma unroll
             for (int q = 0; q < L; ++q) {
                 row[q].clear();
@@ -190,7 +190,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
 }
 
 // 32 filters of one tap in a block, eight rows of threads: row i adds every eighth part from the i-th.
-extern "C" __global__ void __launch_bounds__(256) depthwise_nhwc_wgrad_sum(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256)
+depthwise_nhwc_wgrad_sum(const __grid_constant__ Params p) {
     constexpr int rows = 8;
     __shared__ double sums[rows][32];
     const int tap = blockIdx.x % (T * R * S), column = threadIdx.x % 32, row = threadIdx.x / 32;

@@ -34,26 +34,28 @@ struct Params {
     T* image;
     Columns* columns;
     const void* operands[Traits::Epilogue::count > 0 ? Traits::Epilogue::count : 1];
-    int lines, length;           // lines, and vectors in each: of columns in gather, of the image in scatter
-    int window, pitch;           // elements of a window, and of a row of columns
-    Divisor image_size[3];       // D, H, W in elements
-    Divisor step[3];             // of windows; the last in elements
-    Divisor taps[2];             // T, R
-    Divisor run;                 // S in vectors
-    Divisor outputs[2];          // O, P
-    Divisor row;                 // pitch in vectors
-    Divisor planes, channels;    // planes of an image; channels of the result, for the epilogue
-    int width;                   // Q
+    int lines, length;         // lines, and vectors in each: of columns in gather, of the image in scatter
+    int window, pitch;         // elements of a window, and of a row of columns
+    Divisor image_size[3];     // D, H, W in elements
+    Divisor step[3];           // of windows; the last in elements
+    Divisor taps[2];           // T, R
+    Divisor run;               // S in vectors
+    Divisor outputs[2];        // O, P
+    Divisor row;               // pitch in vectors
+    Divisor planes, channels;  // planes of an image; channels of the result, for the epilogue
+    int width;                 // Q
 };
 
-template <class E> __device__ __forceinline__ Pack<E, V> zeros() {
+template <class E>
+__device__ __forceinline__ Pack<E, V> zeros() {
     Pack<E, V> all;
 #pragma unroll
     for (int i = 0; i < V; ++i) all.value[i] = E(0.0f);
     return all;
 }
 
-extern "C" __global__ void __launch_bounds__(256) gather(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256)
+gather(const __grid_constant__ Params p) {
     // Place: line (n, o, row), whose first window starts at `base` in plane 0 of image n.
     int rest = blockIdx.x * blockDim.y + threadIdx.y;
     if (rest >= p.lines) return;
@@ -89,7 +91,8 @@ extern "C" __global__ void __launch_bounds__(256) gather(const __grid_constant__
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) scatter(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256)
+scatter(const __grid_constant__ Params p) {
     // Place: row (n, c, d, h) of the image, tap (t, r) of the windows (o, row), if there are any.
     int rest = blockIdx.x * blockDim.y + threadIdx.y;
     if (rest >= p.lines) return;

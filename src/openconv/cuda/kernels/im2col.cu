@@ -27,12 +27,12 @@ struct Params {
     const T* x;
     T* columns;
     i64 first;
-    int width;      // output pixels of all images
-    int channels;   // C
+    int width;     // output pixels of all images
+    int channels;  // C
     int window, pitch;
     int image[3], pad[3], stride[3], dilation[3], filter[3];
-    Divisor count, outputs[2];     // pixels of an image here; P and Q
-    Divisor row, run, taps[3];     // nhwc: pitch and C/G in vectors; T, R, S
+    Divisor count, outputs[2];  // pixels of an image here; P and Q
+    Divisor row, run, taps[3];  // nhwc: pitch and C/G in vectors; T, R, S
 };
 
 struct Place {
@@ -114,7 +114,8 @@ __device__ void rows(const Params& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) im2col(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256)
+im2col(const __grid_constant__ Params p) {
     if constexpr (Traits::channels_last) {
         rows(p);
     } else {

@@ -17,8 +17,14 @@
 
 using Index = Traits::Index;
 using Row = Wide<Traits::A>::type;
-template <class T> struct Outer { using type = T; };
-template <> struct Outer<float> { using type = double; };
+template <class T>
+struct Outer {
+    using type = T;
+};
+template <>
+struct Outer<float> {
+    using type = double;
+};
 using Total = Outer<Row>::type;
 
 // A tensor of five axes: batch, channel (of w: filter, channel) and three of space.

@@ -45,7 +45,8 @@ __device__ __forceinline__ Index place_of(const Params& p, Index i) {
     return Index(i / p.pixels.value) * (p.pitch - p.pixels.value) + i + Index(p.start);
 }
 
-extern "C" __global__ void __launch_bounds__(256) pointwise(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256)
+pointwise(const __grid_constant__ Params p) {
     constexpr int V = Traits::vector;
 
     // Place.

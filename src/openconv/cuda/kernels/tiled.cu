@@ -53,7 +53,8 @@ struct Params {
     int tiles_down, tiles_across;
 };
 
-extern "C" __global__ void __launch_bounds__(Across* Down) tiled(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(Across* Down)
+tiled(const __grid_constant__ Params p) {
     __shared__ Sum tile[Height][Width];
     __shared__ Pack<Sum, F> taps[R][S];
 
@@ -74,8 +75,9 @@ extern "C" __global__ void __launch_bounds__(Across* Down) tiled(const __grid_co
     for (int c = 0; c < p.in_channels; ++c) {
         // Load.
         const Index channel = Index(group) * p.in_channels + c;
-        const Plane<Traits::A, Index> plane = {p.a + Index(p.a_strides.outer) * n + Index(p.a_strides.channel) * channel,
-                                               p.height, p.width, Index(p.a_strides.row), int(p.a_strides.column)};
+        const Plane<Traits::A, Index> plane = {
+            p.a + Index(p.a_strides.outer) * n + Index(p.a_strides.channel) * channel, p.height, p.width,
+            Index(p.a_strides.row), int(p.a_strides.column)};
         load_tile(tile, plane, top * Traits::stride_h - p.pad_h, left * Traits::stride_w - p.pad_w);
         for (int i = thread; i < R * S * F; i += Across * Down) {
             const int f = i % F, s = i / F % S, r = i / F / S;

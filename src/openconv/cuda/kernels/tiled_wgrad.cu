@@ -49,7 +49,8 @@ struct Params {
     int slices;                           // blocks that share the tiles
 };
 
-extern "C" __global__ void __launch_bounds__(Across* Down) partial(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(Across* Down)
+partial(const __grid_constant__ Params p) {
     __shared__ Sum tile[Height][Width];
     __shared__ Sum sums[Down][R * S * F];
 
@@ -72,15 +73,16 @@ extern "C" __global__ void __launch_bounds__(Across* Down) partial(const __grid_
 
         // Load.
         const Plane<Traits::A, Index> plane = {
-            p.x + Index(p.x_strides.outer) * n + Index(p.x_strides.channel) * (Index(group) * p.c + c), p.height, p.width,
-            Index(p.x_strides.row), int(p.x_strides.column)};
+            p.x + Index(p.x_strides.outer) * n + Index(p.x_strides.channel) * (Index(group) * p.c + c), p.height,
+            p.width, Index(p.x_strides.row), int(p.x_strides.column)};
         load_tile(tile, plane, top * Traits::stride_h - p.pad_h, left * Traits::stride_w - p.pad_w);
         Sum outer[Rows][F];
         const int x = left + threadIdx.x;
 #pragma unroll
         for (int i = 0; i < Rows; ++i) {
             const int y = top + threadIdx.y * Rows + i;
-            const Index at = Index(p.dy_strides.outer) * n + Index(p.dy_strides.row) * y + Index(p.dy_strides.column) * x +
+            const Index at = Index(p.dy_strides.outer) * n + Index(p.dy_strides.row) * y +
+                             Index(p.dy_strides.column) * x +
                              Index(p.dy_strides.channel) * (Index(group) * p.k + first);
 #pragma unroll
             for (int f = 0; f < F; ++f) {
@@ -138,7 +140,8 @@ extern "C" __global__ void __launch_bounds__(Across* Down) partial(const __grid_
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) total(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256)
+total(const __grid_constant__ Params p) {
     const i64 count = i64(p.groups) * p.k * p.c * (R * S), i = i64(blockIdx.x) * 256 + threadIdx.x;
     if (i >= count) return;
     Sum all = 0;

@@ -13,13 +13,21 @@ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __device__ __forceinline__ int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
 // A bit for each column.
-template <bool Short> struct Bits { using type = u32; };
-template <> struct Bits<false> { using type = u64; };
+template <bool Short>
+struct Bits {
+    using type = u32;
+};
+template <>
+struct Bits<false> {
+    using type = u64;
+};
 
 // Two values of two bytes each as they lie in a word, the first in the lower half.
-template <class T> __device__ __forceinline__ void unpack(u32 word, float& first, float& second);
+template <class T>
+__device__ __forceinline__ void unpack(u32 word, float& first, float& second);
 
-template <> __device__ __forceinline__ void unpack<f16>(u32 word, float& first, float& second) {
+template <>
+__device__ __forceinline__ void unpack<f16>(u32 word, float& first, float& second) {
 #if defined(__CUDACC__)
     asm("{ .reg .b16 a, b;\n\tmov.b32 {a, b}, %2;\n\tcvt.f32.f16 %0, a;\n\tcvt.f32.f16 %1, b; }"
         : "=f"(first), "=f"(second)
@@ -30,14 +38,17 @@ template <> __device__ __forceinline__ void unpack<f16>(u32 word, float& first, 
 #endif
 }
 
-template <> __device__ __forceinline__ void unpack<bf16>(u32 word, float& first, float& second) {
+template <>
+__device__ __forceinline__ void unpack<bf16>(u32 word, float& first, float& second) {
     first = __uint_as_float(word << 16);
     second = __uint_as_float(word & 0xffff0000u);
 }
 
-template <class T> __device__ __forceinline__ u32 pack(float first, float second);
+template <class T>
+__device__ __forceinline__ u32 pack(float first, float second);
 
-template <> __device__ __forceinline__ u32 pack<f16>(float first, float second) {
+template <>
+__device__ __forceinline__ u32 pack<f16>(float first, float second) {
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
     u32 word;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
@@ -47,7 +58,8 @@ template <> __device__ __forceinline__ u32 pack<f16>(float first, float second) 
 #endif
 }
 
-template <> __device__ __forceinline__ u32 pack<bf16>(float first, float second) {
+template <>
+__device__ __forceinline__ u32 pack<bf16>(float first, float second) {
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
     u32 word;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
@@ -58,7 +70,8 @@ template <> __device__ __forceinline__ u32 pack<bf16>(float first, float second)
 }
 
 // V channels of one pixel as they lie in memory.
-template <class T, int V, bool Words = (sizeof(T) * V >= 4)> struct Raw {
+template <class T, int V, bool Words = (sizeof(T) * V >= 4)>
+struct Raw {
     static constexpr int count = int(sizeof(T)) * V / 4;
     u32 word[count];
 
@@ -83,7 +96,8 @@ template <class T, int V, bool Words = (sizeof(T) * V >= 4)> struct Raw {
 };
 
 // One channel of two bytes.
-template <class T, int V> struct Raw<T, V, false> {
+template <class T, int V>
+struct Raw<T, V, false> {
     static_assert(V == 1, "fewer than four bytes are one element of two");
     T only;
 
@@ -93,7 +107,8 @@ template <class T, int V> struct Raw<T, V, false> {
 };
 
 // V results as they will lie in memory, and their store.
-template <class T, int V> __device__ __forceinline__ auto narrow(const float (&value)[V]) {
+template <class T, int V>
+__device__ __forceinline__ auto narrow(const float (&value)[V]) {
     if constexpr (sizeof(T) * V < 4) {
         return Pack<T, 1>{{T(value[0])}};
     } else {
@@ -109,13 +124,15 @@ template <class T, int V> __device__ __forceinline__ auto narrow(const float (&v
     }
 }
 
-template <int V, class T, class W, int N> __device__ __forceinline__ void put(T* at, const Pack<W, N>& words) {
+template <int V, class T, class W, int N>
+__device__ __forceinline__ void put(T* at, const Pack<W, N>& words) {
     ::store<N>(reinterpret_cast<W*>(at), words);
 }
 
 // A tap of a filter in shared memory has its channels side by side, as floats, and then V floats of gap: taps that
 // follow each other in memory then fall into banks V apart when they are stored.
-template <int V> __device__ __forceinline__ void read_tap(float (&value)[V], const float* at) {
+template <int V>
+__device__ __forceinline__ void read_tap(float (&value)[V], const float* at) {
     const Pack<float, V> found = load<V>(at);
 #pragma unroll
     for (int v = 0; v < V; ++v) value[v] = found.value[v];

@@ -19,7 +19,8 @@ __device__ __forceinline__ void read_tensor(A (&value)[N], const void* operand, 
     for (int i = 0; i < N; ++i) value[i] = widen<A>(pack.value[i]);
 }
 
-template <int N, class A, class T> __device__ __forceinline__ void read_scalar(A (&value)[N], const void* operand) {
+template <int N, class A, class T>
+__device__ __forceinline__ void read_scalar(A (&value)[N], const void* operand) {
 #pragma unroll
     for (int i = 0; i < N; ++i) value[i] = widen<A>(*static_cast<const T*>(operand));
 }

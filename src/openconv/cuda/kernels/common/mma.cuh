@@ -10,8 +10,10 @@
 
 namespace tensor {
 
-template <class T> __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
-template <class T> __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 b0);
+template <class T>
+__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
+template <class T>
+__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 b0);
 
 #if __CUDA_ARCH__ >= 800
 template <>
@@ -28,13 +30,15 @@ __device__ __forceinline__ void mma<bf16>(float (&d)[4], u32 a0, u32 a1, u32 a2,
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-template <> __device__ __forceinline__ void mma<f16>(float (&d)[4], u32 a0, u32 a1, u32 b0) {
+template <>
+__device__ __forceinline__ void mma<f16>(float (&d)[4], u32 a0, u32 a1, u32 b0) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(b0));
 }
 
-template <> __device__ __forceinline__ void mma<bf16>(float (&d)[4], u32 a0, u32 a1, u32 b0) {
+template <>
+__device__ __forceinline__ void mma<bf16>(float (&d)[4], u32 a0, u32 a1, u32 b0) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(b0));
@@ -74,7 +78,8 @@ __device__ __forceinline__ void load_transposed(u32 (&to)[2], const void* row) {
 }
 
 // 4 or 16 bytes from global to shared memory without a register in between; zeros, and nothing read, unless `inside`.
-template <int Bytes> __device__ __forceinline__ void copy(void* to, const void* from, bool inside) {
+template <int Bytes>
+__device__ __forceinline__ void copy(void* to, const void* from, bool inside) {
     static_assert(Bytes == 4 || Bytes == 16, "what cp.async copies here");
     const int read = inside ? Bytes : 0;
     if constexpr (Bytes == 16)
@@ -91,19 +96,30 @@ template <int Bytes> __device__ __forceinline__ void copy(void* to, const void* 
 
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most `Left` of this thread's groups are still under way.
-template <int Left> __device__ __forceinline__ void wait() {
+template <int Left>
+__device__ __forceinline__ void wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
 }
 #else  // Engines refuse older devices.
-template <class T> __device__ __forceinline__ void mma(float (&)[4], u32, u32, u32, u32, u32, u32) { __trap(); }
-template <class T> __device__ __forceinline__ void mma(float (&)[4], u32, u32, u32) { __trap(); }
+template <class T>
+__device__ __forceinline__ void mma(float (&)[4], u32, u32, u32, u32, u32, u32) {
+    __trap();
+}
+template <class T>
+__device__ __forceinline__ void mma(float (&)[4], u32, u32, u32) {
+    __trap();
+}
 __device__ __forceinline__ void load_matrices(u32 (&)[4], const void*) { __trap(); }
 __device__ __forceinline__ void load_transposed(u32 (&)[4], const void*) { __trap(); }
 __device__ __forceinline__ void load_matrices(u32 (&)[2], const void*) { __trap(); }
 __device__ __forceinline__ void load_transposed(u32 (&)[2], const void*) { __trap(); }
-template <int Bytes> __device__ __forceinline__ void copy(void*, const void*, bool) { __trap(); }
+template <int Bytes>
+__device__ __forceinline__ void copy(void*, const void*, bool) {
+    __trap();
+}
 __device__ __forceinline__ void commit() {}
-template <int Left> __device__ __forceinline__ void wait() {}
+template <int Left>
+__device__ __forceinline__ void wait() {}
 #endif
 
 }  // namespace tensor

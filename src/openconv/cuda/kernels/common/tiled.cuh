@@ -7,7 +7,8 @@
 #include "common/types.cuh"
 
 // One channel of one image: where it starts, its size, and the steps to the next row and column in elements.
-template <class T, class Index> struct Plane {
+template <class T, class Index>
+struct Plane {
     const T* start;
     int height, width;
     Index row;

@@ -33,25 +33,52 @@ struct alignas(2) bf16 {
     __device__ explicit operator float() const { return convert::f32_from_bf16(bits); }
 };
 
-template <class T> struct Wide { using type = i64; };
-template <> struct Wide<f16> { using type = float; };
-template <> struct Wide<bf16> { using type = float; };
-template <> struct Wide<f32> { using type = float; };
-template <> struct Wide<f64> { using type = double; };
+template <class T>
+struct Wide {
+    using type = i64;
+};
+template <>
+struct Wide<f16> {
+    using type = float;
+};
+template <>
+struct Wide<bf16> {
+    using type = float;
+};
+template <>
+struct Wide<f32> {
+    using type = float;
+};
+template <>
+struct Wide<f64> {
+    using type = double;
+};
 
-template <class A, class T> __device__ __forceinline__ A widen(T value) { return A(value); }
-template <> __device__ __forceinline__ double widen<double, f16>(f16 value) { return float(value); }
-template <> __device__ __forceinline__ double widen<double, bf16>(bf16 value) { return float(value); }
+template <class A, class T>
+__device__ __forceinline__ A widen(T value) {
+    return A(value);
+}
+template <>
+__device__ __forceinline__ double widen<double, f16>(f16 value) {
+    return float(value);
+}
+template <>
+__device__ __forceinline__ double widen<double, bf16>(bf16 value) {
+    return float(value);
+}
 
 // N values side by side, loaded and stored by one instruction where their bytes are 4, 8 or 16 and aligned to that.
-template <class T, int N> struct alignas(sizeof(T) * N) Pack {
+template <class T, int N>
+struct alignas(sizeof(T) * N) Pack {
     T value[N];
 };
 
-template <int N, class T> __device__ __forceinline__ Pack<T, N> load(const T* at) {
+template <int N, class T>
+__device__ __forceinline__ Pack<T, N> load(const T* at) {
     return *reinterpret_cast<const Pack<T, N>*>(at);
 }
 
-template <int N, class T> __device__ __forceinline__ void store(T* at, const Pack<T, N>& values) {
+template <int N, class T>
+__device__ __forceinline__ void store(T* at, const Pack<T, N>& values) {
     *reinterpret_cast<Pack<T, N>*>(at) = values;
 }
