@@ -21,7 +21,7 @@ def on_the_gpu() -> Iterator[None]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     """Record a whole run without a failure."""
     stats = terminalreporter.stats
-    whole = not (config.option.keyword or config.option.markexpr or config.option.lf)
+    whole = not any(getattr(config.option, name, None) for name in ("keyword", "markexpr", "lf"))
     if exitstatus or not torch.cuda.is_available() or not whole or not stats.get("passed"):
         return
     from openconv.bench.results import device_slug

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -124,6 +125,8 @@ def test_cudnn_says_that_it_has_no_plan():
 
 # -- timing -------------------------------------------------------------------------------------------------------
 
+alone = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="processes that share a GPU disturb its clock")
+
 
 def convolution(n: int = 16, c: int = 64, size: int = 56) -> partial[torch.Tensor]:
     x = torch.randn(n, c, size, size, device="cuda", dtype=torch.float16).to(memory_format=torch.channels_last)
@@ -131,6 +134,7 @@ def convolution(n: int = 16, c: int = 64, size: int = 56) -> partial[torch.Tenso
     return partial(F.conv2d, x, w, None, 1, 1)
 
 
+@alone
 def test_a_copy_runs_at_the_ceiling():
     source = torch.rand(128 << 20, device="cuda")  # 512 MB
     target = torch.empty_like(source)
@@ -138,6 +142,7 @@ def test_a_copy_runs_at_the_ceiling():
     assert 2 * 4 * source.numel() / found.median == pytest.approx(ceilings(CUDA, [])["copy"], rel=0.2)
 
 
+@alone
 def test_rates_of_products_are_ordered_as_the_hardware_is():
     found = ceilings(CUDA, ["f32", "tf32", "f16", "f64", "i8", "e4m3"])
     assert set(found) == {"copy", "f32", "tf32", "f16", "f64", "i8"}
@@ -145,6 +150,7 @@ def test_rates_of_products_are_ordered_as_the_hardware_is():
     assert roofline_floor(Problem.parse(PLAIN[0]), found) > 0
 
 
+@alone
 def test_inputs_come_from_memory_and_not_from_the_cache():
     source = torch.rand(8 << 20, device="cuda")  # 32 MB, which the L2 cache holds
     (cold,) = race_cuda([[source.sum]], budget=0.2)
@@ -153,6 +159,7 @@ def test_inputs_come_from_memory_and_not_from_the_cache():
     assert 4 * source.numel() / cold.median < 1.25 * ceilings(CUDA, [])["copy"]
 
 
+@alone
 def test_alike_contestants_take_alike():
     torch.backends.cudnn.benchmark = True
     first, second = race_cuda([[convolution()], [convolution(), convolution()]], budget=0.5, least=50)
@@ -160,6 +167,7 @@ def test_alike_contestants_take_alike():
     assert first.p20 <= first.median <= first.p80
 
 
+@alone
 def test_launching_is_not_measured():
     call = convolution()
 
@@ -171,6 +179,7 @@ def test_launching_is_not_measured():
     assert late.median == pytest.approx(quick.median, rel=0.2)
 
 
+@alone
 def test_a_call_that_waits_is_timed_by_the_host():
     call = convolution()
 
@@ -183,6 +192,7 @@ def test_a_call_that_waits_is_timed_by_the_host():
     assert quick.median < waits.median < quick.median + 500e-6
 
 
+@alone
 def test_overhead_is_the_hosts_time_alone():
     small, large = overhead(convolution(1, 8, 8), CUDA), overhead(convolution(64, 256, 56), CUDA)
     assert 2e-6 < small.median < 200e-6

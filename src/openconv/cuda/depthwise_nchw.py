@@ -126,7 +126,7 @@ def cost(problem: Problem, device: Device, knobs: NchwKnobs) -> float:
     again = 2e-6 if wgrad and knobs.splits > 1 else 0.0
     # Rows that are no multiple of a vector start anywhere: element by element. dgrad adds several filters one by one.
     row = problem.spatial[-1] if problem.direction == "dgrad" else problem.out[-1]
-    odd = 3.0 if shape.in_bytes < 4 and (row % 2 or problem.spatial[-1] % 2) else 1.0
+    odd = (3.0 if knobs.width > 2 else 1.5) if shape.in_bytes < 4 and (row % 2 or problem.spatial[-1] % 2) else 1.0
     serial = 1 + problem.k // problem.c / 32 if problem.direction == "dgrad" and problem.k > problem.c else 1.0
     return 2e-6 + again + max(moved, issue * serial, l1 * serial, alone * serial) * odd
 
@@ -296,6 +296,9 @@ def _default(problem: Problem, multiprocessors: int) -> NchwKnobs:
     # Long filters of one dimension: a value that is converted should meet many products.
     if size[1] == 1 and taps > 8:
         widths = [2 * lanes]
+    elif size[1] == 1 and lanes == 8 and size[2] % 2 and stride == 1 and not wgrad:
+        # Rows start anywhere, so that results are stored one by one: those of a warp should lie close together.
+        widths = [2]
     elif size[1] == 1:
         widths = [lanes]
     else:
