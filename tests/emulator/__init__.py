@@ -22,15 +22,16 @@ REPLACED = ("common/convert.cuh", "common/async.cuh", "common/mma.cuh", "common/
 """Files of PTX instructions, for which host.h has functions of its own."""
 
 
+_FLAGS = ("-std=c++17", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden")
+
+
 @functools.cache
 def compiled(source: jit.Source, name: str, arch: int = 900) -> ctypes.CDLL:
     """The kernel and a loop over its blocks as a shared library."""
     generated = {"traits": source.traits} | dict.fromkeys(REPLACED, "")
     text = jit._inlined(jit.KERNELS / source.file, generated, set())
     text = re.sub(r"^#pragma unroll.*$", "", text, flags=re.MULTILINE)
-    whole = f"""#define __CUDA_ARCH__ {arch}
-#include "{HERE / "host.h"}"
-{text}
+    whole = f"""{text}
 #line 1 "emulated"
 static void body(const void* params) {{ {name}(*static_cast<const Params*>(params)); }}
 extern "C" __attribute__((visibility("default"))) int params_size() {{ return sizeof(Params); }}
@@ -48,28 +49,45 @@ void run(const unsigned* grid, const unsigned* block, const void* params) {{
             }}
 }}
 """
-    folder = Path(tempfile.gettempdir()) / "openconv-emulator"
-    folder.mkdir(exist_ok=True)
-    headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
-    key = hashlib.sha256((whole + headers).encode()).hexdigest()[:20]
-    library = folder / f"{key}.so"
+    header = _header(arch)
+    library = _FOLDER / f"{_digest(whole, header.name)}.so"
     if not library.exists():
-        file, made = (folder / f"{key}.{os.getpid()}.{ending}" for ending in ("cpp", "so"))
-        file.write_text(whole)
-        flags = [
-            "-std=c++17",
-            "-O1",
-            "-w",
-            "-fpermissive",
-            "-shared",
-            "-fPIC",
-            "-fno-gnu-unique",
-            "-fvisibility=hidden",
-        ]
-        subprocess.run(["g++", *flags, str(file), "-o", str(made)], check=True)
-        made.rename(library)
-        file.unlink()
+        _compile(library, "-include", str(header), f"-D__CUDA_ARCH__={arch}", text=whole)
     return ctypes.CDLL(str(library))
+
+
+_FOLDER = Path(tempfile.gettempdir()) / "openconv-emulator"
+
+
+@functools.cache
+def _header(arch: int) -> Path:
+    """host.h, and beside it what g++ makes of it beforehand: half of the time that a kernel takes to compile."""
+    _FOLDER.mkdir(exist_ok=True)
+    text = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
+    header = _FOLDER / f"host-{_digest(text, str(HERE), str(arch))}.h"
+    ready = header.with_suffix(".h.gch")
+    if not ready.exists():
+        _write(header, f'#include "{HERE / "host.h"}"\n')
+        _compile(ready, "-x", "c++-header", str(header), f"-D__CUDA_ARCH__={arch}")
+    return header
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
+
+
+def _write(path: Path, text: str) -> None:
+    mine = path.with_suffix(f".{os.getpid()}")
+    mine.write_text(text)
+    mine.rename(path)
+
+
+def _compile(made: Path, *arguments: str, text: str = "") -> None:
+    """Run g++; several processes may make the same file, of which the last one stays."""
+    mine = made.with_suffix(f".{os.getpid()}.part")
+    source = ("-x", "c++", "-") if text else ()
+    subprocess.run(["g++", *_FLAGS, *arguments, *source, "-o", str(mine)], input=text.encode() or None, check=True)
+    mine.rename(made)
 
 
 class EmulatedLaunch:
