@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import functional
-from .bench.timing import race
+from .bench.timing import race, race_cuda
 from .device import Device
 from .engine import UnsupportedProblem
 from .epilogue import IDENTITY
@@ -440,14 +440,17 @@ def _measure(problem: Problem, device: Device, place: torch.device, policy: Poli
         except UnsupportedProblem as reason:
             found[name] = (None, None, str(reason))
             continue
-        call = _waiting(partial(plan, inputs.a, inputs.b, inputs.operands), place)
+        bare = partial(plan, inputs.a, inputs.b, inputs.operands)
+        call = _waiting(bare, place)
         start = time.perf_counter()
         result = call()
         took = time.perf_counter() - start
         error = error_of(problem, result, inputs)
-        if took < budget:
+        if place.type == "cuda":
+            took = race_cuda([[bare]], budget=budget / 4, least=3)[0].median
+        elif took < budget:
             took = race([call], budget=0.0, least=1, warm_up=0)[0].median
-        if took < budget / 4:
+        if place.type != "cuda" and took < budget / 4:
             took = race([call], budget=budget, least=3, most=50, warm_up=0)[0].median
         found[name] = (took, error, "")
     return found

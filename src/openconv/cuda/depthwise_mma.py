@@ -217,7 +217,7 @@ class _Work:
         kept = (MT if SH == 1 else 1) + 1
         needed = 4 * MT * knobs.tiles + 2 * columns.stored + kept * step * max(columns.depths) + 4 * step + 30
         needed += 4 if needed > 112 else 0  # many sums leave the compiler fewer places to put pairs and quadruples
-        self.registers = max(78, needed)
+        self.registers = max(86 if MT > 3 and max(columns.depths) > 2 else 78, needed)
         room = _REGISTERS // (32 * knobs.warps * knobs.residents) // 8 * 8
         tasks = knobs.images * self.in_rows * across * knobs.octets
         self.params = pack(3 + max(1, len(epilogue.operands)), (), [

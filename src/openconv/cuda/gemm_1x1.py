@@ -129,7 +129,13 @@ class Gemm1x1(Engine):
         form = _Form(problem, knobs)
         rows = form.y_rows and form.images == problem.n and problem.groups == 1 and not form.epilogue_behind
         plain = rows and problem.direction != "wgrad" and not any(region.elements for region in form.regions)
-        return _build_plain(problem, knobs) if plain else _build(problem, device, knobs)
+        if plain:
+            return _build_plain(problem, knobs)
+        planes = not (form.y_rows or form.copied) and problem.groups == 1 and problem.epilogue.is_identity
+        planes &= (
+            form.images == problem.n and problem.direction != "wgrad" and not any(r.elements for r in form.regions)
+        )
+        return _build_planes(problem, form) if planes else _build(problem, device, knobs)
 
     def sources(self, problem: Problem, device: Device, knobs: Images) -> list[jit.Source]:
         """What :meth:`build` compiles."""
@@ -329,6 +335,24 @@ def _build_plain(problem: Problem, knobs: Images) -> Runner:
         source = a.as_strided((rows, inner), (inner, 1))
         filters = b.as_strided((inner, outer), filter_strides)
         product(operands[0] if operands else None, source, filters, out=out.as_strided((rows, outer), (outer, 1)))
+
+    return run
+
+
+def _build_planes(problem: Problem, form: _Form) -> Runner:
+    """The same for nchw: a product of each image's planes, which share the filters."""
+    n, pixels, K, depth = problem.n, form.pixels, problem.k, form.depth
+    inner, outer = (depth, K) if problem.direction == "fprop" else (K, depth)
+    filter_strides = (0, depth, 1) if problem.direction == "fprop" else (0, 1, depth)
+    sizes, strides = (
+        ((n, inner, pixels), (n, outer, pixels)),
+        ((inner * pixels, pixels, 1), (outer * pixels, pixels, 1)),
+    )
+
+    def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
+        filters = b.as_strided((n, outer, inner), filter_strides)
+        target = out.as_strided(sizes[1], strides[1])
+        torch.bmm(filters, a.as_strided(sizes[0], strides[0]), out=target)
 
     return run
 

@@ -97,6 +97,8 @@ class Tiled(Engine):
         height = problem.spatial[0] if problem.direction == "dgrad" else problem.out[0]
         channels = (problem.c if problem.direction == "dgrad" else problem.k) // problem.groups
         tallest = 4 if height > 16 else 2 if height > 8 else 1
+        if problem.stride[0] > 1 and problem.filter[0] > 5:
+            tallest = 2  # of other heights the assembler spills two values
         sizes = [(tallest, 4), (4, 4), (2, 4), (4, 8), (2, 8), (4, 2), (4, 1), (2, 2), (2, 1), (1, 4), (1, 2), (1, 1)]
         fitting = (Tile(rows, min(filters, 1 << (channels - 1).bit_length())) for rows, filters in sizes)
         return tuple(dict.fromkeys(tile for tile in fitting if _fits(problem, tile)))

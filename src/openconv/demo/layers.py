@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..problem import Problem
 
-__all__ = ["race_layers"]
+__all__ = ["layers_text", "race_layers"]
 
 _LAYERS = (
     ("Image filter 3x3", "fprop n1 c1 h1024 w2048 k1 r3 s3 pad1"),
@@ -35,3 +35,8 @@ def race_layers(quick: bool = False, kind: str = "cpu") -> list[tuple[str, Probl
     if kind == "cuda":
         found = [(name, problem.with_(n=32) if problem.c > 1 else problem) for name, problem in found]
     return [(name, problem) for name, problem in found if not quick or name in _QUICK]
+
+
+def layers_text(kind: str) -> str:
+    """What the layers have in common."""
+    return "batch 32, f16, nhwc; image filters one in f32" if kind == "cuda" else "batch 1, f32, nchw"

@@ -35,6 +35,8 @@ class Findings:
     explanation: Explanation
     failures: Sequence[str] = ()
     busy: str = ""
+    layers: str = ""
+    """What the layers of the race have in common."""
 
     @property
     def wrong(self) -> list[str]:
@@ -315,7 +317,8 @@ def _race(found: Findings) -> str:
         f'<img class="plot" src="{light}" alt="Speed of each layer relative to PyTorch"></picture>'
     )
     return (
-        "<section>\n<h2>Fast</h2>\n<p>Batch one, f32, nchw. Every engine that takes a layer was first verified, then "
+        f"<section>\n<h2>Fast</h2>\n<p>{escape(found.layers.capitalize())}. Every engine that takes a layer was first "
+        "verified, then "
         "all of them and PyTorch took turns; times are medians. The engine in bold is the one that openconv chose "
         f"without timing anything, by predicted cost.</p>\n{plot}\n"
         f"{_table(head, rows, [2, *range(3, 3 + len(peers))])}\n</section>"

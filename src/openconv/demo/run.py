@@ -29,7 +29,7 @@ from ..problem import Problem
 from ..units import percent_text, ratio_text, seconds_text
 from .checks import EngineCheck, check_engines, check_problems
 from .filters import FILTERS, FilterResult, run_filter
-from .layers import race_layers
+from .layers import layers_text, race_layers
 from .page import NEXT_COMMANDS, Findings, draw_plot, findings_json, render_page
 from .scene import make_scene
 
@@ -70,7 +70,8 @@ def run_demo(out: Path, *, quick: bool, console: Console, place: torch.device | 
 
     explanation = explain(_EXPLAINED, measure=True, budget=0.05 if quick else 0.5, device=place)
     busy = busy or _busy(device)
-    found = Findings(str(device), _versions(), scene, filters, checks, records, explanation, failures, busy)
+    found = Findings(str(device), _versions(), scene, filters, checks, records, explanation, failures, busy,
+                     layers_text(place.type))  # fmt: skip
     write_atomic(out / "speed.png", draw_plot(records))
     write_atomic(out / "results.json", json.dumps(findings_json(found), indent=1))
     page = write_atomic(out / "openconv-demo.html", render_page(found))
@@ -166,8 +167,7 @@ def _check_table(checks: list[EngineCheck], problems: int) -> Table:
 
 
 def _race_table(records: list[Record], place: torch.device, *, roomy: bool) -> Table:
-    what = "f32, batch 1" if place.type == "cpu" else "f16, nhwc, batch 32 (image filters f32)"
-    table = Table(title=f"Layers, {what}", title_justify="left")
+    table = Table(title=f"Layers: {layers_text(place.type)}", title_justify="left")
     for name in ("layer", "engine chosen"):
         table.add_column(name, no_wrap=True)
     for name in ("openconv", "PyTorch", "x PyTorch"):
