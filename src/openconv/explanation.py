@@ -15,7 +15,7 @@ import io
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -440,33 +440,20 @@ def _measure(problem: Problem, device: Device, place: torch.device, policy: Poli
         except UnsupportedProblem as reason:
             found[name] = (None, None, str(reason))
             continue
-        bare = partial(plan, inputs.a, inputs.b, inputs.operands)
-        call = _waiting(bare, place)
+        call = partial(plan, inputs.a, inputs.b, inputs.operands)
         start = time.perf_counter()
         result = call()
         took = time.perf_counter() - start
         error = error_of(problem, result, inputs)
         if place.type == "cuda":
-            took = race_cuda([[bare]], budget=budget / 4, least=3)[0].median
-        elif took < budget:
-            took = race([call], budget=0.0, least=1, warm_up=0)[0].median
-        if place.type != "cuda" and took < budget / 4:
-            took = race([call], budget=budget, least=3, most=50, warm_up=0)[0].median
+            took = race_cuda([[call]], budget=budget / 4, least=3)[0].median
+        else:
+            if took < budget:
+                took = race([call], budget=0.0, least=1, warm_up=0)[0].median
+            if took < budget / 4:
+                took = race([call], budget=budget, least=3, most=50, warm_up=0)[0].median
         found[name] = (took, error, "")
     return found
-
-
-def _waiting(call: Callable[[], Tensor], place: torch.device) -> Callable[[], Tensor]:
-    """The call until its result is there: on a GPU it returns earlier."""
-    if place.type != "cuda":
-        return call
-
-    def finished() -> Tensor:
-        result = call()
-        torch.cuda.synchronize()
-        return result
-
-    return finished
 
 
 # -- as text ----------------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def test_a_file_is_included_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile_for_every_architecture(folder, arch):
-    (found,) = jit.built(SOURCE, arch)
+    (found,) = jit.usage(SOURCE, arch)
     assert found.name == "naive"
     assert 16 <= found.registers <= 128
     assert found.spills == 0

@@ -67,7 +67,6 @@ static int current;
 static void (*body)(const void*);
 static const void* given;
 static std::vector<unsigned long long> exchange;
-static std::vector<unsigned char> dynamic;
 
 inline void wait(int kind) {
     Fiber& me = fibers[current];

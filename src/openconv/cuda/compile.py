@@ -127,6 +127,6 @@ def prepare(problem: Problem, device: CudaDevice, wanted: Iterable[tuple[Engine,
 
 def _build(variant: Variant) -> Built:
     try:
-        return Built(variant, tuple(jit.built(variant.source, variant.arch)))
+        return Built(variant, tuple(jit.usage(variant.source, variant.arch)))
     except jit.CompileError as error:
         return Built(variant, error=str(error))

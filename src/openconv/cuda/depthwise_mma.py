@@ -65,31 +65,16 @@ class DepthwiseMma(Engine):
     takes_epilogue = True
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
+        yield from _unmet(problem, device)
+        if problem.rank != 2:
+            return
         if problem.direction == "wgrad":
             yield from _wgrad().refusals(problem, device)
             return
-        if problem.rank != 2:
-            yield f"the image has {problem.rank} spatial axes; wanted 2"
-            return
-        if not problem.c == problem.k == problem.groups or problem.c % 8 or problem.c == 0:
-            yield f"C is {problem.c}, K {problem.k}, groups {problem.groups}; wanted them equal and a multiple of 8"
-            return
-        if len(set(problem.dtypes)) > 1 or problem.dtypes[0] not in ("f16", "bf16"):
-            yield f"dtypes are {'*'.join(problem.dtypes)}; wanted f16 or bf16 for all tensors"
-        if problem.layouts[0] != "nhwc" or problem.layouts[2] != "nhwc":
-            yield f"layouts are {'*'.join(problem.layouts)}; wanted nhwc for both images"
-        if max(problem.filter) > _LARGEST:
-            yield f"filter is {problem.filter}; wanted at most {_LARGEST} taps an axis"
-        if set(problem.dilation) != {1}:
-            yield f"dilation is {problem.dilation}; wanted 1"
         if problem.direction == "dgrad" and set(problem.stride) != {1}:
             yield f"stride is {problem.stride}; wanted 1 in dgrad"
         if problem.stride[0] > 4 or problem.stride[1] > 2:
             yield f"stride is {problem.stride}; wanted at most (4, 2)"
-        if isinstance(device, CudaDevice) and device.capability < 80:
-            yield f"{device.arch} is too old; these tensor-core instructions start with sm_80"
-        if problem.is_empty:
-            yield "a tensor is empty"
 
     def traits(self, problem: Problem, knobs: Any) -> Traits:
         if problem.direction == "wgrad":
@@ -137,6 +122,27 @@ class DepthwiseMma(Engine):
             found: list[jit.Source] = _wgrad().sources(problem, device, knobs)
             return found
         return [jit.Source("depthwise_mma.cu", render.traits(problem, _Work(problem, knobs).constants))]
+
+
+def _unmet(problem: Problem, device: Device) -> Iterator[str]:
+    """What no pass takes."""
+    if problem.rank != 2:
+        yield f"the image has {problem.rank} spatial axes; wanted 2"
+        return
+    if not problem.c == problem.k == problem.groups or problem.c % 8 or problem.c == 0:
+        yield f"C is {problem.c}, K {problem.k}, groups {problem.groups}; wanted them equal and a multiple of 8"
+    if len(set(problem.dtypes)) > 1 or problem.dtypes[0] not in ("f16", "bf16"):
+        yield f"dtypes are {'*'.join(problem.dtypes)}; wanted f16 or bf16 for all tensors"
+    if problem.layouts[0] != "nhwc" or problem.layouts[2] != "nhwc":
+        yield f"layouts are {'*'.join(problem.layouts)}; wanted nhwc for both images"
+    if max(problem.filter) > _LARGEST:
+        yield f"filter is {problem.filter}; wanted at most {_LARGEST} taps an axis"
+    if set(problem.dilation) != {1}:
+        yield f"dilation is {problem.dilation}; wanted 1"
+    if isinstance(device, CudaDevice) and device.capability < 80:
+        yield f"{device.arch} is too old; these tensor-core instructions start with sm_80"
+    if problem.is_empty:
+        yield "a tensor is empty"
 
 
 def _wgrad() -> ModuleType:

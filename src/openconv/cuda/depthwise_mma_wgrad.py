@@ -61,28 +61,11 @@ class Gram(Knobs):
 
 
 def refusals(problem: Problem, device: Device) -> Iterator[str]:
-    """See :meth:`openconv.engine.Engine.refusals`; likewise below."""
-    if problem.rank != 2:
-        yield f"the image has {problem.rank} spatial axes; wanted 2"
-        return
-    if not problem.c == problem.k == problem.groups or problem.c % 8 or problem.c == 0:
-        yield f"C is {problem.c}, K {problem.k}, groups {problem.groups}; wanted them equal and a multiple of 8"
-    if len(set(problem.dtypes)) > 1 or problem.dtypes[0] not in ("f16", "bf16"):
-        yield f"dtypes are {'*'.join(problem.dtypes)}; wanted f16 or bf16 for all tensors"
-    if problem.layouts[0] != "nhwc" or problem.layouts[2] != "nhwc":
-        yield f"layouts are {'*'.join(problem.layouts)}; wanted nhwc for both images"
-    if max(problem.filter) > _LARGEST:
-        yield f"filter is {problem.filter}; wanted at most {_LARGEST} taps an axis"
-    if set(problem.dilation) != {1}:
-        yield f"dilation is {problem.dilation}; wanted 1"
+    """Beyond what all passes of the engine need. See :meth:`openconv.engine.Engine.refusals`; likewise below."""
     if max(problem.stride) > 2:
         yield f"stride is {problem.stride}; wanted 1 or 2 in wgrad"
     if max(problem.stride) > 1 and max(problem.filter) > 7:  # sums of both parities: more than the registers hold
         yield f"stride is {problem.stride} with a filter of {problem.filter}; wanted at most 7 taps an axis with 2"
-    if isinstance(device, CudaDevice) and device.capability < 80:
-        yield f"{device.arch} is too old; these tensor-core instructions start with sm_80"
-    if problem.is_empty:
-        yield "a tensor is empty"
 
 
 def traits(problem: Problem, knobs: Gram) -> Traits:

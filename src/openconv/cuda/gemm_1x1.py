@@ -127,15 +127,13 @@ class Gemm1x1(Engine):
     def build(self, problem: Problem, device: Device, knobs: Images) -> Runner:
         assert isinstance(device, CudaDevice)
         form = _Form(problem, knobs)
-        rows = form.y_rows and form.images == problem.n and problem.groups == 1 and not form.epilogue_behind
-        plain = rows and problem.direction != "wgrad" and not any(region.elements for region in form.regions)
-        if plain:
-            return _build_plain(problem, knobs)
-        planes = not (form.y_rows or form.copied) and problem.groups == 1 and problem.epilogue.is_identity
-        planes &= (
-            form.images == problem.n and problem.direction != "wgrad" and not any(r.elements for r in form.regions)
-        )
-        return _build_planes(problem, form) if planes else _build(problem, device, knobs)
+        whole = form.images == problem.n and problem.groups == 1 and problem.direction != "wgrad"
+        if whole and not form.epilogue_behind and not any(region.elements for region in form.regions):
+            if form.y_rows:
+                return _build_plain(problem, knobs)
+            if not form.copied:
+                return _build_planes(problem, form)
+        return _build(problem, device, knobs)
 
     def sources(self, problem: Problem, device: Device, knobs: Images) -> list[jit.Source]:
         """What :meth:`build` compiles."""

@@ -225,7 +225,7 @@ class Usage:
     spills: int
 
 
-def built(source: Source, arch: str) -> list[Usage]:
+def usage(source: Source, arch: str) -> list[Usage]:
     """Compile, whether or not the cache has it, put it there, and read what the assembler says of each kernel."""
     made, log = _compile(source, arch, verbose=True)
     _keep(_key(source, arch), made)
@@ -235,6 +235,3 @@ def built(source: Source, arch: str) -> list[Usage]:
         spills = int(entry["stores"]) + int(entry["loads"])
         found.append(Usage(entry["name"], int(entry["registers"]), int(shared[1]) if shared else 0, spills))
     return found
-
-
-usage = built
