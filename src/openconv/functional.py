@@ -255,13 +255,16 @@ def _direct(input: Any, weight: Any, bias: Any, residual: Any) -> bool:
 
 def _planned(call: Arguments) -> Callable[..., Tensor]:
     """The call as its plan computes it, for tensors like its own."""
-    plan = plan_call(call).call
+    plan = plan_call(call)
+    compute = plan.call
+    if plan.lean is not None and plan.takes(call.input, call.weight):
+        return plan.lean
     if call.bias is None and call.residual is None:
-        return lambda input, weight, bias, residual: plan(input, weight, ())
+        return lambda input, weight, bias, residual: compute(input, weight, ())
 
     def run(input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         operands = () if bias is None else (bias,)
-        return plan(input, weight, operands if residual is None else (*operands, residual))
+        return compute(input, weight, operands if residual is None else (*operands, residual))
 
     return run
 

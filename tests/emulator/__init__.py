@@ -18,7 +18,7 @@ from torch import Tensor
 from openconv.cuda import jit
 
 HERE = Path(__file__).parent
-REPLACED = ("common/convert.cuh", "common/async.cuh", "common/mma.cuh", "common/shared.cuh")
+REPLACED = ("common/convert.cuh", "common/async.cuh", "common/mma.cuh", "common/shared.cuh", "common/wgmma.cuh", "common/barrier.cuh")
 """Files of PTX instructions, for which host.h has functions of its own."""
 
 
@@ -95,7 +95,7 @@ class EmulatedLaunch:
 
     def __init__(
         self, source: jit.Source, name: str, device: object, grid: Sequence[int], block: Sequence[int], params: bytes,
-        shared: int = 0,
+        shared: int = 0, follows: bool = False,
     ) -> None:  # fmt: skip
         self._library = compiled(source, name)
         wanted = self._library.params_size()

@@ -178,3 +178,5 @@ inline unsigned short bf16_from(float value) {
 inline float f32_from_bf16(unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
 }  // namespace convert
 #include "mma.h"
+#include "wgmma.h"
+#include "barrier.h"

@@ -22,7 +22,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     """Record a whole run without a failure."""
     stats = terminalreporter.stats
     whole = not any(getattr(config.option, name, None) for name in ("keyword", "markexpr", "lf"))
-    if exitstatus or not torch.cuda.is_available() or not whole or not stats.get("passed"):
+    part = hasattr(config, "workerinput")  # of a run that is shared between processes
+    if exitstatus or not torch.cuda.is_available() or not whole or part or not stats.get("passed"):
         return
     from openconv.bench.results import device_slug
 

@@ -29,6 +29,10 @@ from tests.test_fuzz import EXAMPLES, check_all_engines, fuzzed
 ENGINES = [engine for engine in engines() if engine.device == "cuda"]
 each_engine = pytest.mark.parametrize("engine", ENGINES, ids=[engine.name for engine in ENGINES])
 FLOATS = ("f32", "f16", "bf16", "f64")
+FORWARD_ONLY = ("cuda.patches",)
+# Kernels are compiled for each problem: tests in parts are shared out evenly between processes.
+PARTS = 4
+each_part = pytest.mark.parametrize("part", range(PARTS))
 
 
 def taken(engine, names=tuple(PROBLEMS), directions=DIRECTIONS, dtypes=FLOATS, layouts=LAYOUTS):
@@ -44,19 +48,21 @@ def taken(engine, names=tuple(PROBLEMS), directions=DIRECTIONS, dtypes=FLOATS, l
 
 @each_engine
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_every_problem_is_right(engine, direction):
-    seen = 0
-    for problem in taken(engine, directions=(direction,), layouts=LAYOUTS[:2]):
+@each_part
+def test_every_problem_is_right(engine, direction, part):
+    problems = list(taken(engine, directions=(direction,), layouts=LAYOUTS[:2]))
+    assert problems or (direction != "fprop" and engine.name in FORWARD_ONLY)
+    for problem in problems[part::PARTS]:
         check_engine(engine, problem)
-        seen += 1
-    assert seen > 0
 
 
 @each_engine
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_every_setting_of_its_knobs_is_right(engine, direction):
+@each_part
+def test_every_setting_of_its_knobs_is_right(engine, direction, part):
     # Every third: each setting is a kernel to compile.
-    for problem in list(taken(engine, directions=(direction,), dtypes=("f32", "f16"), layouts=LAYOUTS[:2]))[::3]:
+    problems = list(taken(engine, directions=(direction,), dtypes=("f32", "f16"), layouts=LAYOUTS[:2]))
+    for problem in problems[3 * part :: 3 * PARTS]:
         check_knobs(engine, problem)
 
 
@@ -88,12 +94,11 @@ def test_infinities_and_nans_stay_where_they_belong(engine):
             check_locality(engine, problem, value=value)
 
 
-# Several searches, so that processes can share them: kernels are compiled for each problem.
-@pytest.mark.parametrize("part", range(4))
+@each_part
 @pytest.mark.parametrize("dtypes", [("f32",), ("f16", "bf16"), ("f64", "complex64"), ("i8", "i32", "i64")], ids=str)
 def test_any_problem_is_right_on_every_engine(dtypes, part):
     @seed(part)
-    @settings(max_examples=max(1, EXAMPLES // 4), database=None)
+    @settings(max_examples=max(1, EXAMPLES // PARTS), database=None)
     @given(fuzzed(dtypes), st.integers(0, 999), st.booleans())
     def search(problem, data, strided):
         check_all_engines(problem, data, strided)

@@ -9,14 +9,12 @@ from math import ceil
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
-
 from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
 from ..problem import Problem
 from . import jit, render
 from .device import CudaDevice
-from .launch import Launch, aligned, pack
+from .launch import Launch, pack, single
 
 __all__ = ["DepthwiseMma", "Rows"]
 
@@ -106,15 +104,7 @@ class DepthwiseMma(Engine):
         work = _Work(problem, knobs)
         [source] = self.sources(problem, device, knobs)
         launch = Launch(source, "depthwise_mma", device, (work.blocks,), (32 * knobs.warps,), work.params, work.shared)
-
-        def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
-            a, b, target = aligned(a, 16), aligned(b, 16), aligned(out, 16)
-            values = [aligned(value, 16) for value in operands]
-            launch(a.data_ptr(), b.data_ptr(), target.data_ptr(), *(value.data_ptr() for value in values))
-            if target is not out:
-                out.copy_(target)
-
-        return run
+        return single(launch, 16)
 
     def sources(self, problem: Problem, device: Device, knobs: Any) -> list[jit.Source]:
         """What :meth:`build` compiles."""

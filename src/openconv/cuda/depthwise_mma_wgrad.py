@@ -109,7 +109,7 @@ def build(problem: Problem, device: Device, knobs: Gram) -> Runner:
     grid = (work.groups * work.tap_tiles * knobs.parts,)
     first = Launch(source, name, device, grid, (32 * knobs.warps,), work.params, shared=work.memory)
     taps = ceil(prod(problem.filter) * work.sum_rows / 8)
-    second = Launch(source, f"{name}_sum", device, (taps * ceil(problem.c / 32),), (256,), work.params)
+    second = Launch(source, f"{name}_sum", device, (taps * ceil(problem.c / 32),), (256,), work.params, follows=True)
 
     def run(x: Tensor, dy: Tensor, out: Tensor, workspace: Tensor | None, operands: Any) -> None:
         assert workspace is not None

@@ -26,7 +26,7 @@ from ..engine import Knobs, Runner, Traits
 from ..problem import DTYPE_BYTES, Problem
 from . import jit, render
 from .device import CudaDevice
-from .launch import Launch, aligned, pack
+from .launch import Launch, aligned, pack, single
 
 __all__ = ["NchwKnobs", "build", "cost", "knobs", "refusals", "sources", "traits", "workspace_bytes"]
 
@@ -402,15 +402,7 @@ def _build_images(problem: Problem, device: CudaDevice, knobs: NchwKnobs) -> Run
     ]  # fmt: skip
     params = pack(3 + max(1, len(problem.epilogue.operands)), (), sizes)
     launch = Launch(_images_source(problem, knobs), "depthwise_nchw", device, grid, (knobs.threads,), params)
-
-    def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
-        a, to = aligned(a, 16), aligned(out, 16)
-        operands = tuple(aligned(v, 16) for v in operands)
-        launch(a.data_ptr(), b.data_ptr(), to.data_ptr(), *(v.data_ptr() for v in operands))
-        if to is not out:
-            out.copy_(to)
-
-    return run
+    return single(launch, 16)
 
 
 # -- wgrad ----------------------------------------------------------------------------------------------------------
@@ -447,7 +439,7 @@ def _build_wgrad(problem: Problem, device: CudaDevice, knobs: NchwKnobs) -> Runn
     add = None
     if splits > 1:
         blocks = -(-prod(problem.w_shape) // 256)
-        add = Launch(source, "depthwise_nchw_sum", device, (blocks,), (256,), params)
+        add = Launch(source, "depthwise_nchw_sum", device, (blocks,), (256,), params, follows=True)
 
     def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
         a, b = aligned(a, 16), aligned(b, 16)

@@ -29,7 +29,7 @@ from ..engine import Knobs, Runner, Traits
 from ..problem import DTYPE_BYTES, Problem
 from . import jit, render
 from .device import CudaDevice
-from .launch import Launch, aligned, pack
+from .launch import Launch, aligned, pack, single
 
 __all__ = ["Taps", "Tile", "Window", "build", "cost", "knobs", "refusals", "sources", "traits", "workspace_bytes"]
 
@@ -154,14 +154,15 @@ def build(problem: Problem, device: Device, knobs: AnyKnobs) -> Runner:
     work = _Work(problem, knobs)
     [source] = sources(problem, device, knobs)
     grid, block = (work.blocks,), (work.lanes * work.slices,)
-    tensors = [operand.kind == "tensor" for operand in problem.epilogue.operands]
     wide = work.channels * work.size  # bytes that are loaded at once
 
     if isinstance(knobs, Taps):
         name = "depthwise_nhwc_wgrad"
         first = Launch(source, name, device, grid, block, work.params)
         taps = prod(problem.filter)
-        second = Launch(source, f"{name}_sum", device, (taps * ceil(problem.k / 32),), (256,), work.params)
+        second = Launch(
+            source, f"{name}_sum", device, (taps * ceil(problem.k / 32),), (256,), work.params, follows=True
+        )
 
         def run_wgrad(x: Tensor, dy: Tensor, out: Tensor, workspace: Tensor | None, operands: Any) -> None:
             assert workspace is not None
@@ -174,15 +175,7 @@ def build(problem: Problem, device: Device, knobs: AnyKnobs) -> Runner:
 
     name = "depthwise_nhwc" if isinstance(knobs, Window) else "depthwise_nhwc_large"
     launch = Launch(source, name, device, grid, block, work.params)
-
-    def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
-        a, target = aligned(a, wide), aligned(out, wide)
-        values = [aligned(v, wide) if along else v for v, along in zip(operands, tensors, strict=True)]
-        launch(a.data_ptr(), b.data_ptr(), target.data_ptr(), *(v.data_ptr() for v in values))
-        if target is not out:
-            out.copy_(target)
-
-    return run
+    return single(launch, wide)
 
 
 def sources(problem: Problem, device: Device, knobs: AnyKnobs) -> list[jit.Source]:

@@ -15,7 +15,7 @@ from ..engine import Engine, Knobs, Runner, Traits
 from ..problem import Problem
 from . import jit, render
 from .device import CudaDevice
-from .launch import Launch, aligned, pack
+from .launch import Launch, aligned, pack, single
 
 __all__ = [
     "DgradF32Knobs", "DgradKnobs", "FewChannels", "FpropF32Knobs", "FpropKnobs", "WgradF32Knobs", "WgradKnobs",
@@ -216,18 +216,18 @@ class FewChannels(Engine):
     def build(self, problem: Problem, device: Device, knobs: Any) -> Runner:
         assert isinstance(device, CudaDevice)
         launches = [
-            Launch(step.source, step.name, device, step.grid, step.block, step.params)
-            for step in _steps(problem, device, knobs)
+            Launch(step.source, step.name, device, step.grid, step.block, step.params, follows=at > 0)
+            for at, step in enumerate(_steps(problem, device, knobs))
         ]
 
+        if len(launches) == 1:
+            return single(launches[0], 16)
+
         def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
+            assert workspace is not None
             a, b, result = aligned(a, 16), aligned(b, 16), aligned(out, 16)
-            if workspace is None:
-                others = [aligned(v, 16) for v in operands]
-                launches[0](a.data_ptr(), b.data_ptr(), result.data_ptr(), *(v.data_ptr() for v in others))
-            else:
-                launches[0](a.data_ptr(), b.data_ptr(), workspace.data_ptr())
-                launches[1](workspace.data_ptr(), result.data_ptr())
+            launches[0](a.data_ptr(), b.data_ptr(), workspace.data_ptr())
+            launches[1](workspace.data_ptr(), result.data_ptr())
             if result is not out:
                 out.copy_(result)
 

@@ -51,7 +51,7 @@ from ..problem import DTYPE_BYTES, Problem
 from . import jit, render
 from .device import CudaDevice
 from .divide import divisor
-from .launch import Launch, aligned, pack
+from .launch import Launch, pack
 
 __all__ = ["Filter2d", "Filter2dGradKnobs", "Filter2dKnobs"]
 
@@ -197,18 +197,21 @@ class Filter2d(Engine):
         (image, result), pads = _planes(problem), _pads(problem)
         sizes = (*image, *result, *pads, *divisor(down), *divisor(along))
         params = pack(4 + max(1, len(problem.epilogue.operands)), narrow=sizes)
-        launch = Launch(sources[0], "filter2d", device, (down * along * planes,), (knobs.threads,), params)
+        grid = (down * along * planes,)
+        launch = Launch(sources[0], "filter2d", device, grid, (knobs.threads,), params, follows=knobs.separable)
         vector = 1 if knobs.staged else 4 * DTYPE_BYTES[problem.dtypes[0]]
         factor = None
         if knobs.separable:
             factor = Launch(sources[1], "filter2d_factors", device, (problem.c,), (_FACTOR_THREADS,), pack(2))
 
         def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
-            a = aligned(a, vector)
+            if a.data_ptr() % vector:
+                a = a.clone()
             factors = 0 if workspace is None else workspace.data_ptr()
             if factor is not None:
                 factor(b.data_ptr(), factors)
-            launch(a.data_ptr(), b.data_ptr(), out.data_ptr(), factors, *(v.data_ptr() for v in operands))
+            others = [operand.data_ptr() for operand in operands] if operands else ()
+            launch(a.data_ptr(), b.data_ptr(), out.data_ptr(), factors, *others)
 
         return run
 
@@ -441,7 +444,7 @@ def _build_wgrad(problem: Problem, device: CudaDevice, knobs: Filter2dGradKnobs,
     grid = parts * -(-problem.filter[0] // 7) * problem.c
     first = Launch(sources[0], "filter2d_wgrad", device, (grid,), (threads,), params)
     taps = (prod(problem.w_shape),)
-    second = Launch(sources[1], "filter2d_sum", device, taps, (_SUM_THREADS,), pack(2, narrow=(parts,)))
+    second = Launch(sources[1], "filter2d_sum", device, taps, (_SUM_THREADS,), pack(2, narrow=(parts,)), follows=True)
 
     def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
         assert workspace is not None

@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..device import Device
 from ..engine import Engine, Runner, Traits
@@ -15,7 +14,7 @@ from ..problem import Problem
 from ..tensors import DTYPES, empty
 from . import jit, render
 from .device import CudaDevice
-from .launch import Launch, pack
+from .launch import Launch, pack, single
 
 __all__ = ["Naive"]
 
@@ -69,11 +68,7 @@ class Naive(Engine):
         assert isinstance(device, CudaDevice)
         launch = Launch(source(problem), "naive", device, (-(-prod(problem.result_shape) // _THREADS),), (_THREADS,),
                         _params(problem))  # fmt: skip
-
-        def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
-            launch(a.data_ptr(), b.data_ptr(), out.data_ptr(), *(v.data_ptr() for v in operands))
-
-        return run
+        return single(launch, 1)
 
     def sources(self, problem: Problem, device: Device, knobs: Any) -> list[jit.Source]:
         """What :meth:`build` compiles."""

@@ -15,7 +15,7 @@ from ..problem import DTYPE_BYTES, Problem
 from ..tensors import DTYPES, empty
 from . import jit, render
 from .device import CudaDevice
-from .launch import Launch, aligned, pack
+from .launch import Launch, pack, single
 
 __all__ = ["Tile", "Tiled"]
 
@@ -218,16 +218,7 @@ def _build(problem: Problem, device: CudaDevice, knobs: Tile) -> Runner:
     )
     grid = (problem.n * down * across, groups * ceil(outer / knobs.filters))
     launch = Launch(_source(problem, knobs), "tiled", device, grid, (_ACROSS, _DOWN), params)
-
-    def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
-        # The result, and tensors that are added to it, are read and written in vectors of channels in nhwc.
-        kept = [aligned(operand, 16) for operand in operands]
-        target = aligned(out, 16)
-        launch(a.data_ptr(), b.data_ptr(), target.data_ptr(), *(operand.data_ptr() for operand in kept))
-        if target is not out:
-            out.copy_(target)
-
-    return run
+    return single(launch, 16)  # the result, and tensors that are added to it, are vectors of channels in nhwc
 
 
 def _build_wgrad(problem: Problem, device: CudaDevice, knobs: Tile) -> Runner:

@@ -33,6 +33,7 @@
 
 #include "common/pointwise.cuh"
 #include "common/types.cuh"
+#include "common/follow.cuh"
 #include "common/epilogue.cuh"
 #include "common/shared.cuh"
 #include "common/divide.cuh"
@@ -285,6 +286,7 @@ depthwise_mma_wgrad(const __grid_constant__ Params p) {
     Unit* const dy = x + x_units;
     Unit* const zeros = dy + dy_units;
     Unit* const staged = zeros + zero_units;
+    let_next_start();
 
     if (threadIdx.x < zero_units) zeros[threadIdx.x] = {};
     float acc[owned][RG][tiles][4];
@@ -390,6 +392,7 @@ depthwise_mma_wgrad_sum(const __grid_constant__ Params p) {
     const int k = blockIdx.x % groups * 32 + column, tap = blockIdx.x / groups * taps + row / rows;
     const bool there = k < p.channels && tap < R * S;
     double sum = 0;
+    wait_for_previous();
     if (there) {
         const float* const from = p.parts + i64(tap) * p.channels + k;
 #pragma unroll 8

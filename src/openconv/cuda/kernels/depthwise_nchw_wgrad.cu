@@ -16,6 +16,7 @@
 // at least), team, rows, height, width, load_width (of x), other_width (of dy), ragged_r, ragged_s (dy ends within).
 
 #include "common/types.cuh"
+#include "common/follow.cuh"
 #include "common/rows.cuh"
 #include "traits"
 
@@ -76,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
 depthwise_nchw_wgrad(const __grid_constant__ Params p) {
     constexpr int teams = Traits::threads / Traits::team;
     __shared__ Sum shared[Traits::threads / 32][sums];
+    let_next_start();
 
     // Place: the team's filter, the filter rows that are summed, and the thread's first patch.
     const int tid = threadIdx.x;
@@ -189,6 +191,7 @@ extern "C" __global__ void depthwise_nchw_sum(const __grid_constant__ Params p) 
     const Index i = Index(blockIdx.x) * blockDim.x + threadIdx.x, count = Index(p.k) * taps;
     if (i >= count) return;
     Sum sum = 0;
+    wait_for_previous();
     for (int split = 0; split < p.splits; ++split) sum += p.partial[split * count + i];
     p.out[i] = Traits::Out(sum);
 }

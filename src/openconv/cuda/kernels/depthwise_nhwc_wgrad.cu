@@ -18,6 +18,7 @@
 
 #include "common/pointwise.cuh"
 #include "common/types.cuh"
+#include "common/follow.cuh"
 #include "common/epilogue.cuh"
 #include "common/depthwise.cuh"
 #include "traits"
@@ -60,6 +61,7 @@ using Mask = Bits<(columns <= 32)>::type;
 extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
 depthwise_nhwc_wgrad(const __grid_constant__ Params p) {
     alignas(16) __shared__ float total[RT * ST * row_floats];
+    let_next_start();
 
     // Place: blocks go along channels, then tiles of taps, then parts.
     const int group = blockIdx.x % p.groups;
@@ -197,6 +199,7 @@ depthwise_nhwc_wgrad_sum(const __grid_constant__ Params p) {
     const int tap = blockIdx.x % (T * R * S), column = threadIdx.x % 32, row = threadIdx.x / 32;
     const int k = blockIdx.x / (T * R * S) * 32 + column;
     double sum = 0;
+    wait_for_previous();
     if (k < p.filters) {
         const float* const from = p.parts + i64(tap) * p.filters + k;
 #pragma unroll 8

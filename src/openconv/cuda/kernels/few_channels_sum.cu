@@ -9,6 +9,7 @@
 // Traits: channels, stored, lead, run, elements, filters (of a column), R, S, filter_last.
 
 #include "common/types.cuh"
+#include "common/follow.cuh"
 #include "traits"
 
 using Index = Traits::Index;
@@ -27,6 +28,7 @@ few_channels_sum(const __grid_constant__ Params p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = blockIdx.x * 32 + lane;
     const float* from = p.partial + Index(blockIdx.y) * p.parts * sums + at;
     float sum = 0;
+    wait_for_previous();
 #pragma unroll 8
     for (int part = warp; part < p.parts; part += 8) sum += from[Index(part) * sums];
     parts[warp][lane] = sum;

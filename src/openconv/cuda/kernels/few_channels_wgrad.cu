@@ -17,6 +17,7 @@
 // step).
 
 #include "common/types.cuh"
+#include "common/follow.cuh"
 #include "traits"
 #include "common/window.cuh"
 
@@ -75,6 +76,7 @@ __device__ __forceinline__ void stage_dy(T* to, const Params& p, int n, int p0, 
 extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
 few_channels_wgrad(const __grid_constant__ Params p) {
     alignas(16) __shared__ T memory[Traits::stages * stage_size];
+    let_next_start();
 
     // Place.
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

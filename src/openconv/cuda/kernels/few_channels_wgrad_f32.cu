@@ -11,6 +11,7 @@
 // Traits: those of Window, and MT, filters, warps_d, blocks.
 
 #include "common/types.cuh"
+#include "common/follow.cuh"
 #include "traits"
 #include "common/window.cuh"
 
@@ -36,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
 few_channels_wgrad_f32(const __grid_constant__ Params p) {
     alignas(16) __shared__ T tile[(Window::size + 3) / 4 * 4];
     alignas(16) __shared__ T dy[pixels * filters];
+    let_next_start();
 
     // Place.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp % (filters / 8), wd = warp / (filters / 8);

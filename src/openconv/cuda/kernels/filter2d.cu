@@ -37,6 +37,7 @@
 
 #include "common/pointwise.cuh"
 #include "common/types.cuh"
+#include "common/follow.cuh"
 #include "common/divide.cuh"
 #include "common/epilogue.cuh"
 #include "common/filter2d.cuh"
@@ -277,10 +278,13 @@ __device__ __forceinline__ void staged(const Params& p, int tile_down, int tile_
     // Load.
     const Traits::A* plane = p.a + (step > 1 ? Index(image) * p.height * p.width * step + channel
                                              : (Index(image) * C + channel) * p.height * p.width);
-    bool separable = false;
-    if constexpr (Traits::separable) separable = p.factors[channel].separable;
     stage<tile_rows + R - 1, tile_columns + S - 1, pitch, step, Traits::threads / 32, Acc, Traits::A, Index>(
         tile, plane, tile_down * tile_rows - p.top, tile_across * tile_columns - p.left, p.height, p.width);
+    bool separable = false;
+    if constexpr (Traits::separable) {
+        wait_for_previous();
+        separable = p.factors[channel].separable;
+    }
     if (separable) {
         const Acc* from = p.factors[channel].along;  // `down` is behind it
         for (int i = thread; i < 2 * Factors<Acc>::most; i += Traits::threads) filter[i] = from[i];

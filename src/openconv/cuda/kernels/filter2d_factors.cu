@@ -23,6 +23,7 @@
 
 #include "common/pointwise.cuh"
 #include "common/types.cuh"
+#include "common/follow.cuh"
 #include "common/epilogue.cuh"
 #include "common/filter2d.cuh"
 #include "traits"
@@ -78,6 +79,7 @@ filter2d_factors(const __grid_constant__ Params p) {
     __shared__ u32 found_by[warps], missed_by[warps];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     Factors<Acc>& factors = p.factors[blockIdx.x];
+    let_next_start();
 
     // Load, and find the smallest tap that is not 0: its magnitude, then its place.
     u64 least = ~u64(0);

@@ -7,6 +7,7 @@
 
 #include "common/pointwise.cuh"
 #include "common/types.cuh"
+#include "common/follow.cuh"
 #include "common/epilogue.cuh"
 #include "common/filter2d.cuh"
 #include "traits"
@@ -34,6 +35,7 @@ filter2d_sum(const __grid_constant__ Params p) {
     const int thread = threadIdx.x;
     const Acc* from = p.partial + i64(blockIdx.x) * p.parts;
     Total total = 0;
+    wait_for_previous();
 #pragma unroll 8
     for (int i = thread; i < p.parts; i += Traits::threads) total += Total(from[i]);
     totals[thread] = total;

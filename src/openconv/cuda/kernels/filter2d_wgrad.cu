@@ -18,6 +18,7 @@
 
 #include "common/pointwise.cuh"
 #include "common/types.cuh"
+#include "common/follow.cuh"
 #include "common/divide.cuh"
 #include "common/filter2d.cuh"
 #include "common/epilogue.cuh"
@@ -110,6 +111,7 @@ filter2d_wgrad(const __grid_constant__ Params p) {
     __shared__ Acc totals[Traits::strips * Rows::tallest * S];
     Acc* const x_tile = reinterpret_cast<Acc*>(x_packs);
     Acc* const dy_tile = reinterpret_cast<Acc*>(dy_packs);
+    let_next_start();
 
     // Place. Blocks of the same pixels come one after the other.
     const int block = blockIdx.x, channel = block % C, row_block = block / C % Rows::count;

@@ -1,0 +1,30 @@
+// common/wgmma.cuh for the emulator: a product is computed where it is asked for, by each thread for its own results.
+namespace tensor {
+
+inline int swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
+inline unsigned long long descriptor(const void* at) { return reinterpret_cast<uintptr_t>(at); }
+inline unsigned long long along(unsigned long long descriptor, int bytes) { return descriptor + bytes; }
+inline void shared_written() {}
+inline void group_begin() {}
+inline void group_commit() {}
+template <int Left, int N> inline void group_wait(float (&)[N]) {}
+
+// Value k of a row of an operand: the address's bits 4 to 6 are turned by bits 7 to 9, as the hardware does it.
+template <class T> inline float operand(unsigned long long descriptor, int row, int k) {
+    unsigned long long at = descriptor + row * 128 + 2 * k;
+    at ^= (at >> 7 & 7) << 4;
+    return float(*reinterpret_cast<const T*>(at));
+}
+
+template <class T, int N> inline void emulated_group_product(float (&d)[N], unsigned long long a, unsigned long long b) {
+    const int me = emulator::current, g = (me & 31) / 4, t = me & 3;
+    if ((a & ~0x7full) % 1024 || (b & ~0x7full) % 1024) { fprintf(stderr, "emulator: an operand is not aligned\n"); abort(); }
+    for (int i = 0; i < N; ++i) {
+        const int row = me % 128 / 32 * 16 + g + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) sum += operand<T>(a, row, k) * operand<T>(b, column, k);
+        d[i] += sum;
+    }
+}
+
+}  // namespace tensor
