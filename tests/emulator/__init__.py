@@ -18,7 +18,14 @@ from torch import Tensor
 from openconv.cuda import jit
 
 HERE = Path(__file__).parent
-REPLACED = ("common/convert.cuh", "common/async.cuh", "common/mma.cuh", "common/shared.cuh", "common/wgmma.cuh", "common/barrier.cuh")
+REPLACED = (
+    "common/convert.cuh",
+    "common/async.cuh",
+    "common/mma.cuh",
+    "common/shared.cuh",
+    "common/wgmma.cuh",
+    "common/barrier.cuh",
+)
 """Files of PTX instructions, for which host.h has functions of its own."""
 
 

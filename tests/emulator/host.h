@@ -179,4 +179,3 @@ inline float f32_from_bf16(unsigned short bits) { return __uint_as_float(unsigne
 }  // namespace convert
 #include "mma.h"
 #include "wgmma.h"
-#include "barrier.h"

@@ -86,15 +86,15 @@ class Patches(Engine):
         return tuple(found[:_ALTERNATIVES])
 
     def cost(self, problem: Problem, device: Device, knobs: Tile) -> float:
-        # Blocks of a multiprocessor take turns; each waits for its first data and for its last results. A step is as
-        # long as its products or as its copies: twelve warps get 40 bytes a nanosecond out of the second-level cache.
+        # Blocks of a multiprocessor take turns; each waits for its first data and for its last results, which takes 8 us
+        # however little there is to multiply. A step is as long as its products or as its copies: twelve warps get 40
+        # bytes a nanosecond out of the second-level cache.
         assert isinstance(device, CudaDevice)
         shape = _Shape(problem)
         blocks = shape.blocks(knobs)
         each = 2.0 * knobs.rows * knobs.columns * _DEPTH / (0.85 * device.half_flops / device.threads)
         copies = 2 * _DEPTH * (knobs.rows + knobs.columns) / (40e9 * min(1.0, knobs.rows / 160))
-        turns = ceil(blocks / device.threads)
-        busy = turns * (ceil(problem.gemm.k / _DEPTH) * max(each, copies) + 4.5e-6)
+        busy = ceil(blocks / device.threads) * max(ceil(problem.gemm.k / _DEPTH) * max(each, copies) + 2e-6, 8e-6)
         return 3e-6 + max(busy, problem.min_bytes / (0.8 * device.bandwidth))
 
     def build(self, problem: Problem, device: Device, knobs: Tile) -> Runner:
@@ -114,9 +114,9 @@ class Patches(Engine):
         """What :meth:`build` compiles."""
         shape = _Shape(problem)
         constants: dict[str, int | bool | str] = {
-            "rows": knobs.rows, "columns": knobs.columns, "stages": knobs.stages, "channels_last": shape.last,
+            "rows": knobs.rows, "columns": knobs.columns, "stages": knobs.stages, "pixel_rows": shape.pixel_rows,
             "run": shape.run, "taps_h": shape.taps[1], "taps_d": shape.taps[0],
-            "together": gcd(8, problem.k if shape.last else prod(shape.out)),
+            "together": gcd(8, problem.k if shape.pixel_rows else prod(shape.out)),
         }  # fmt: skip
         text = render.traits(problem, constants) + wgmma.product(knobs.columns, problem.dtypes[0])
         return [jit.Source("patches.cu", text)]
@@ -129,7 +129,8 @@ class _Shape:
     def __init__(self, problem: Problem) -> None:
         lead = (1,) * (3 - problem.rank)
         self.problem = problem
-        self.last = problem.layouts[0] == "nhwc"
+        last = problem.layouts[0] == "nhwc"
+        self.pixel_rows = last or prod(problem.out) == 1  # the results of a pixel lie side by side
         self.image, self.depth = problem.c * prod(problem.spatial), problem.c * prod(problem.filter)
         self.out = (*lead, *problem.out)
         self.pixels = problem.n * prod(problem.out)
@@ -137,7 +138,7 @@ class _Shape:
             self.run = self.line = self.depth
             self.taps, self.size, self.step = (1, 1), (1, 1), (0, 0, 0)
             return
-        each = problem.c if self.last else 1  # elements of a pixel that lie side by side
+        each = problem.c if last else 1  # elements of a pixel that lie side by side
         depth, height, width = (*lead, *problem.spatial)
         taps_d, taps_h, taps_w = (*lead, *problem.filter)
         self.size, self.taps = (depth, height), (taps_d, taps_h)
@@ -146,10 +147,10 @@ class _Shape:
         self.step = (strides[0] * height * self.line, strides[1] * self.line, strides[2] * each)
 
     def row_tiles(self, tile: Tile) -> int:
-        return ceil((self.pixels if self.last else self.problem.k) / tile.rows)
+        return ceil((self.pixels if self.pixel_rows else self.problem.k) / tile.rows)
 
     def blocks(self, tile: Tile) -> int:
-        return self.row_tiles(tile) * ceil((self.problem.k if self.last else self.pixels) / tile.columns)
+        return self.row_tiles(tile) * ceil((self.problem.k if self.pixel_rows else self.pixels) / tile.columns)
 
 
 def _shared(tile: Tile) -> int:

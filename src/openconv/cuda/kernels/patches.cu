@@ -5,7 +5,7 @@
 // `d` counts the elements of a window in the order of the filter's memory. Along the image's last axis `run` of them
 // lie side by side (S in nchw, S*C in nhwc), so that sixteen bytes of a window are sixteen bytes of the image, wherever
 // runs and windows start at multiples of sixteen bytes. A tile of the result is `rows` x `columns`: filters x pixels in
-// nchw, pixels x filters in nhwc, so that results of one thread lie side by side in memory in both. Pixels of all
+// nchw, pixels x filters in nhwc (`pixel_rows`), so that a row of it lies side by side in memory in both. Pixels of all
 // images are one sequence; a tile need not end where an image does.
 //
 // All threads copy both operands by cp.async, 64 elements of depth a step, `stages` - 2 steps ahead of the products;
@@ -19,7 +19,7 @@
 // place, [rows][columns + gap], and leave in the order of memory: stored as the products leave them, a warp would write
 // 16 bytes to each of 8 rows, which took 4.5 us of 18.
 //
-// Traits: A, B, Out, Sum, Index, Epilogue; rows, columns, stages, channels_last, run, taps_h, taps_d, together (results
+// Traits: A, B, Out, Sum, Index, Epilogue; rows, columns, stages, pixel_rows, run, taps_h, taps_d, together (results
 // that lie side by side, aligned and of one image).
 
 #include "common/pointwise.cuh"
@@ -50,7 +50,7 @@ constexpr int threads = 2 * rows, depth_step = 64, row_bytes = 2 * depth_step;
 constexpr int stage_bytes = (rows + columns) * row_bytes;
 constexpr int pitch = (columns + 23) / 32 * 32 + 8;  // of sums: four rows of a warp's pairs fall into all banks
 constexpr int together = Traits::together;
-constexpr bool pixel_rows = Traits::channels_last;
+constexpr bool pixel_rows = Traits::pixel_rows;
 static_assert(rows % 64 == 0 && columns % 8 == 0 && stages > 2, "tiles of whole warpgroups, and a ring");
 
 // Where element d of a window lies, from the window's first.
