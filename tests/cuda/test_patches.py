@@ -49,6 +49,11 @@ def test_right_with_tiles(tile, layout):
     check_engine(ENGINE, problem, candidate=candidate(problem, tile))
 
 
+def test_the_filter_may_be_in_the_other_layout_where_it_is_the_same():
+    check_engine(ENGINE, make(NHWC[1], "fprop", "f16", "nhwc*nchw>nhwc"))
+    assert "layouts" in refusal(ENGINE, make(NHWC[0], "fprop", "f16", "nhwc*nchw>nhwc"))
+
+
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 def test_right_with_epilogues(epilogue, layout):

@@ -34,7 +34,7 @@ def pack(pointers: int, wide: Sequence[int] = (), narrow: Sequence[int] = ()) ->
     return struct.pack(f"={pointers}q{len(wide)}q{len(narrow)}i", *(0,) * pointers, *wide, *narrow)
 
 
-class _Pack:
+class _Written:
     """What the driver is given, as one thread writes it: the struct, and the launch's configuration."""
 
     __slots__ = ("_parameters", "arguments", "configuration", "stream", "words")
@@ -52,7 +52,7 @@ class _Packs(threading.local):
     """``mine``: this thread's, in an object of its own, whose fields are read in a third of the time."""
 
     def __init__(self, params: bytes, configuration: bytes, function: int, device: int) -> None:
-        self.mine = _Pack(params, configuration, function)
+        self.mine = _Written(params, configuration, function)
         _ensure_context(device)
 
 
@@ -121,13 +121,13 @@ class Launch:
             with torch.cuda.device(index):
                 self(*pointers)
             return
-        pack = self._packs.mine
-        _WRITE[len(pointers)](pack.words, 0, *pointers)
+        mine = self._packs.mine
+        _WRITE[len(pointers)](mine.words, 0, *pointers)
         stream = _current_stream(index)  # type: ignore[misc]
-        if stream != pack.stream:
-            _write_stream(pack.configuration, _STREAM, stream)
-            pack.stream = stream
-        failed = self._launch(*pack.arguments)
+        if stream != mine.stream:
+            _write_stream(mine.configuration, _STREAM, stream)
+            mine.stream = stream
+        failed = self._launch(*mine.arguments)
         if failed:
             _check(failed, self._name)
 
