@@ -87,9 +87,9 @@ class Patches(Engine):
         return tuple(found[:_ALTERNATIVES])
 
     def cost(self, problem: Problem, device: Device, knobs: Tile) -> float:
-        # Blocks of a multiprocessor take turns; each waits for its first data and for its last results, which takes 8 us
-        # however little there is to multiply. A step is as long as its products or as its copies: twelve warps get 40
-        # bytes a nanosecond out of the second-level cache.
+        # Blocks of a multiprocessor take turns; each waits for its first data and for its last results, which takes
+        # 8 us however little there is to multiply. A step is as long as its products or as its copies: twelve warps get
+        # 40 bytes a nanosecond out of the second-level cache.
         assert isinstance(device, CudaDevice)
         shape = _Shape(problem)
         blocks = shape.blocks(knobs)
