@@ -455,3 +455,16 @@ def test_import_reads_the_environment_and_compiles_nothing():
         OPENCONV_TUNING="measure",
     )
     assert done.stdout.splitlines() == ["engine=cpu.naive;tuning=measure", "False False"], done.stderr
+
+
+def test_a_gpu_s_choice_does_not_import_the_cpu_s_engines():
+    """Also where the tuning database is asked, which looks engines up by name."""
+    done = run_python(
+        """
+        import sys
+        sys.path.insert(0, sys.argv[1].rpartition("/")[0])
+        from openconv.engine import engine_named
+        print(engine_named("cuda.naive").name, "numba" in sys.modules, "openconv.cpu.naive" in sys.modules)
+        """
+    )
+    assert done.stdout.splitlines() == ["cuda.naive False False"], done.stderr

@@ -24,6 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import openconv
 from openconv import plan as plan_module
+from openconv.problem import Problem
+from openconv.reference import random_inputs
+from openconv.torch_ops import problem_of
 
 # torch's own forward-mode derivatives use it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -678,3 +681,21 @@ def test_environment_chooses_the_engine():
     first, second = done.stdout.splitlines()
     assert first == "cpu.naive"
     assert "no engine 'cpu.nobody'" in second
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_a_call_s_problem_is_the_one_that_suites_and_databases_name(layout):
+    """Filters of one channel or one tap are in both layouts, and must not make another problem of it."""
+    for text in (
+        "n2 c8 h6 w5 k8 r3 s3 pad1 g8",
+        "n2 c6 h5 w4 k9 r1 s1",
+        "n2 c4 h5 w6 k6 r3 s3",
+    ):
+        for direction in ("fprop", "dgrad", "wgrad"):
+            problem = Problem.parse(f"{direction} {text} f32 {layout}")
+            inputs = random_inputs(problem)
+            found = problem_of(
+                direction, inputs.a, inputs.b, size=problem.spatial, filter=problem.filter, stride=problem.stride,
+                padding=[v for pair in problem.padding for v in pair], dilation=problem.dilation, groups=problem.groups,
+            )  # fmt: skip
+            assert found == problem

@@ -463,3 +463,44 @@ def test_tuning_a_model_is_known_to_its_own_calls(monkeypatch):
 def test_a_model_without_convolutions_is_refused():
     with pytest.raises(ValueError, match="Linear called no convolution"):
         openconv.tune(torch.nn.Linear(2, 2), torch.zeros(1, 2))
+
+
+def test_a_gpu_that_comes_too_early_idles_longer(monkeypatch):
+    """A call is timed only if the host had queued all of it before the GPU came to it."""
+    slept: list[int] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            pass
+
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return slept[-1] < 4 * autotune._LEAST_IDLE
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.001 * slept[-1]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: torch.zeros(1))
+    calls: list[int] = []
+
+    def call() -> torch.Tensor:
+        calls.append(1)
+        return torch.zeros(1)
+
+    sample = autotune._Sampler(call, torch.device("cuda"))
+    found = sample()
+    assert slept == [autotune._LEAST_IDLE * n for n in (1, 2, 4)]
+    assert calls == [1, 1, 1]
+    assert found == pytest.approx(1e-6 * slept[-1])
+    sample()
+    assert slept[3:] == slept[2:3]
+    monkeypatch.setattr(Event, "query", lambda self: True)
+    sample()  # a call that waits for the GPU is never early enough: there is an end
+    assert slept[-1] == autotune._MOST_IDLE

@@ -36,8 +36,8 @@ __all__ = ["measure_and_keep", "measure_candidates", "settle", "shortlist", "tun
 
 _TIE = 0.02
 """Candidates this close are equal for all purposes."""
-_IDLE = 400_000
-"""Cycles that a GPU idles before a call, some 200 us: longer than any engine takes to launch its kernels."""
+_LEAST_IDLE, _MOST_IDLE = 400_000, 12_800_000
+"""Cycles that a GPU idles before a call, some 200 us and 7 ms: longer than the host takes to queue it."""
 _QUICK = 5e-3
 """Seconds of a run so short that a few more of them are always affordable."""
 
@@ -151,6 +151,7 @@ class _Sampler:
 
     def __init__(self, call: Callable[[], Tensor], place: torch.device) -> None:
         self._call, self._cuda, self._place, self._repeats = call, place.type == "cuda", place, 1
+        self._idle = _LEAST_IDLE
 
     def __call__(self) -> float:
         if self._cuda:
@@ -164,15 +165,20 @@ class _Sampler:
         return took
 
     def _between_events(self) -> float:
-        torch.empty(64 << 20, dtype=torch.int32, device=self._place).zero_()
-        # The GPU idles until the host has queued the whole call: else an engine of several launches is timed by them.
-        torch.cuda._sleep(_IDLE)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        self._call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e-3
+        while True:
+            torch.empty(64 << 20, dtype=torch.int32, device=self._place).zero_()
+            # The GPU idles until the host has queued the whole call: an engine of several launches is else timed by
+            # them. Where it came to the call before that, it idles longer, and the call is made again.
+            torch.cuda._sleep(self._idle)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self._call()
+            early = begin.query()
+            end.record()
+            end.synchronize()
+            if not early or self._idle >= _MOST_IDLE:
+                return begin.elapsed_time(end) * 1e-3
+            self._idle *= 2
 
 
 # -- the first call of a new problem --------------------------------------------------------------------------------

@@ -212,5 +212,8 @@ def engine_named(name: str) -> Engine:
 
 def find_engine(name: str) -> Engine | None:
     """The engine with this key, or None. Keys start with the kind of device."""
-    kind = name.partition(".")[0]
-    return next((engine for engine in (*engines(kind), *engines()) if engine.name == name), None)
+    for kind in (name.partition(".")[0], ""):  # those of other devices are imported only if it is none of its own
+        for engine in engines(kind):
+            if engine.name == name:
+                return engine
+    return None

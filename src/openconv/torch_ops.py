@@ -31,7 +31,7 @@ from .evaluate import activate
 from .plan import Plan, device_of, plan_cache, remember
 from .problem import Problem, output_size
 from .select import Policy, current_policy
-from .tensors import NAMES, layout_of
+from .tensors import NAMES, in_layout, layout_of
 
 __all__ = [
     "dgrad",
@@ -176,7 +176,8 @@ def problem_of(
     layouts = [layout_of(a), layout_of(b)]
     # As in torch, one channels_last input is enough for a channels_last result.
     images = "nhwc" if "nhwc" in layouts and a.dim() > 3 else "nchw"
-    w_layout = images if direction == "wgrad" else layouts[1]
+    # A filter of one channel or one tap is in both layouts: it is named after the images, as in the tuning database.
+    w_layout = images if direction == "wgrad" or in_layout(b, images) else layouts[1]
     return Problem(
         direction=direction, n=a.shape[0], c=c, k=k, spatial=tuple(size), filter=tuple(filter), stride=tuple(stride),
         padding=tuple(zip(padding[::2], padding[1::2], strict=True)), dilation=tuple(dilation), groups=groups,
