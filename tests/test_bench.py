@@ -250,6 +250,11 @@ def test_records_without_kept_memory_have_a_place_of_their_own(monkeypatch):
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+def test_a_record_says_how_it_was_measured_and_not_where_it_was_written():
+    said = command._without_place(["bench", "stems", "--out", "/somewhere", "--budget", "0.1", "--out=/elsewhere"])
+    assert said == ["bench", "stems", "--budget", "0.1"]
+
+
 def test_jobs_vary_as_the_suite_says_unless_told_otherwise():
     resnet = jobs_of(["resnet50"], "cpu", Variation())
     assert {j.problem.direction for j in resnet} == {"fprop", "dgrad", "wgrad"}

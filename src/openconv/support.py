@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "strided": {"stride": 2},
     "dilated": {"dilation": 2, "padding": 2},
     "patches": {"filter": 4, "stride": 4, "padding": 0},
+    "large patches": {"filter": 16, "stride": 16, "padding": 0},
     "grouped": {"groups": 4},
     "depthwise": {"groups": 16, "k": 16},
     "strided depthwise": {"groups": 16, "k": 16, "stride": 2},
@@ -151,7 +153,7 @@ def _support(engine: Engine, device: Device, asked: list[tuple[_Probe, Problem, 
 def _need(reason: str) -> str:
     """What a refusal asks for, without the value it saw: ``stride is (2, 2); wanted 1`` becomes ``stride: 1``."""
     seen, _, wanted = reason.partition("; ")
-    subject = seen.partition(" is ")[0].partition(" are ")[0]
+    subject = re.split(r" is | are | has \d", seen)[0]
     return f"{subject}: {wanted.removeprefix('wanted ')}" if wanted else reason
 
 

@@ -115,6 +115,16 @@ def place_of(device: str) -> torch.device:
     return torch.device(device)
 
 
+def _without_place(arguments: Sequence[str]) -> list[str]:
+    """A command line without ``--out``, which says where results go and nothing of how they were measured."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument != "--out" and not argument.startswith("--out="):
+            kept.append(argument)
+        skip = argument == "--out"
+    return kept
+
+
 def jobs_of(what: Sequence[str], kind: str, wanted: Variation, epilogue: str = "") -> list[Job]:
     """The problems of suites, varied as they say for this kind of device unless ``wanted`` says otherwise, and problems
     given as text. Without any, all suites that are meant for the device."""
@@ -152,7 +162,7 @@ def _measure_all(
     from .results import Ledger, environment
     from .run import Skipped, Verifier, measure
 
-    command = shlex.join(["openconv", *sys.argv[1:]])
+    command = shlex.join(["openconv", *_without_place(sys.argv[1:])])
     machine = environment(place)
     ledgers = {job.suite: Ledger(folder / f"{job.suite}.jsonl") for job in jobs} if folder else {}
     if resume and folder:
