@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import math
 import warnings
 import weakref
@@ -13,11 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import openconv
+from openconv import functional
 from openconv import plan as plan_module
 from openconv.engine import engines
 from openconv.epilogue import ACTIVATIONS
+from openconv.plan import forget_plans
 
 FUNCTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 SIZES, TAPS = (7, 6, 5), (3, 2, 3)
@@ -693,3 +699,138 @@ def test_one_thread_gives_the_same(name):
             agree(getattr(openconv, name)(x, w, b), wanted)
     finally:
         torch.set_num_threads(before)
+
+
+# -- calls that are recognised ---------------------------------------------------------------------------------------
+
+
+def warm(x, w, bias=None, times=4):
+    """Call until the comparison of tensors is all that a call is checked by."""
+    for _ in range(times):
+        got = openconv.conv2d(x, w, bias, padding=1)
+    assert any(functional._recognised.values())
+    return got
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_recognised_call_is_the_same_call(with_bias):
+    x, w, bias = torch.randn(2, 3, 6, 7), torch.randn(4, 3, 3, 3), torch.randn(4) if with_bias else None
+    first = openconv.conv2d(x, w, bias, padding=1)
+    assert torch.equal(warm(x, w, bias), first)
+    other = torch.randn(2, 3, 6, 7)
+    torch.testing.assert_close(openconv.conv2d(other, w, bias, padding=1), F.conv2d(other, w, bias, padding=1))
+    for stride, padding, dilation in ((2, 1, 1), (1, 0, 1), (1, (1, 2), 1), (1, 1, 2)):
+        torch.testing.assert_close(
+            openconv.conv2d(x, w, bias, stride, padding, dilation), F.conv2d(x, w, bias, stride, padding, dilation)
+        )
+
+
+def test_what_differs_from_a_recognised_call_is_seen():
+    x, w = torch.randn(2, 3, 6, 7), torch.randn(4, 3, 3, 3)
+    warm(x, w)
+
+    def right(x, w, **kwargs):
+        torch.testing.assert_close(openconv.conv2d(x, w, padding=1, **kwargs), F.conv2d(x, w, padding=1, **kwargs))
+
+    right(torch.randn(5, 3, 6, 7), w)
+    right(torch.randn(3, 6, 7), w)
+    right(x.to(memory_format=torch.channels_last), w)
+    right(torch.randn(2, 3, 7, 6).mT, w)
+    right(torch._neg_view(x), w)
+    right(x.expand(2, 3, 6, 7)[:, :, ::1], w)
+    right(x.double(), w.double())
+    right(x.to(torch.complex64).conj(), w.to(torch.complex64))
+    assert openconv.conv2d(x.to(memory_format=torch.channels_last), w, padding=1).is_contiguous(
+        memory_format=torch.channels_last
+    )
+    with pytest.raises(RuntimeError, match="wanted the same dtype"):
+        openconv.conv2d(x.double(), w, padding=1)
+    for one in (True, 1.0):
+        wrong: Any = one
+        with pytest.raises(TypeError, match=f"padding is {one}"):
+            openconv.conv2d(x, w, padding=wrong)
+    assert isinstance(openconv.conv2d(x.numpy(), w.numpy(), padding=1), np.ndarray)
+    w.resize_(4, 3, 1, 9)  # the same object with another shape
+    torch.testing.assert_close(openconv.conv2d(x, w, padding=1), F.conv2d(x, w, padding=1))
+
+
+def test_gradients_are_seen_behind_a_recognised_call():
+    x, w = torch.randn(2, 3, 6, 7), torch.randn(4, 3, 3, 3)
+    warm(x, w)
+    assert not openconv.conv2d(x, w, padding=1).requires_grad
+    x.requires_grad_()
+    assert openconv.conv2d(x, w, padding=1).requires_grad
+    warm(x, w)
+    (got,) = torch.autograd.grad(openconv.conv2d(x, w, padding=1).sum(), x)
+    (wanted,) = torch.autograd.grad(F.conv2d(x, w, padding=1).sum(), x)
+    torch.testing.assert_close(got, wanted)
+    with torch.no_grad():
+        assert not warm(x, w).requires_grad
+    assert openconv.conv2d(x, w, padding=1).requires_grad
+    with torch.inference_mode():
+        assert warm(x, w).is_inference()
+    assert not openconv.conv2d(x.detach(), w, padding=1).is_inference()
+
+
+def test_whoever_looks_on_sees_a_recognised_call():
+    x, w = torch.randn(2, 3, 6, 7), torch.randn(4, 3, 3, 3)
+    wanted = warm(x, w)
+    seen = []
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Dispatch():
+        openconv.conv2d(x, w, padding=1)
+    assert "openconv.fprop.default" in seen
+    with Function():
+        openconv.conv2d(x, w, padding=1)
+    assert "conv2d" in seen
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert openconv.conv2d(x, w, padding=1).dtype == torch.bfloat16
+    with torch.profiler.profile() as profile:
+        openconv.conv2d(x, w, padding=1)
+    assert any("openconv" in event.key for event in profile.key_averages())
+    batch = torch.randn(3, 2, 3, 6, 7)
+    mapped = torch.vmap(lambda each: openconv.conv2d(each, w, padding=1))(batch)
+    torch.testing.assert_close(mapped[1], F.conv2d(batch[1], w, padding=1))
+    with forward_ad.dual_level():
+        dual = openconv.conv2d(forward_ad.make_dual(x, x), w, padding=1)
+        tangent = forward_ad.unpack_dual(dual).tangent
+    torch.testing.assert_close(tangent, wanted)
+    inner: list[torch.Tensor] = []
+
+    def keep(each: torch.Tensor) -> torch.Tensor:
+        inner.append(each)
+        return each.sum()
+
+    torch.func.grad(keep)(x)
+    with contextlib.suppress(RuntimeError):  # torch's own functions may refuse one that has outlived its transform
+        torch.testing.assert_close(openconv.conv2d(inner[0], w, padding=1), wanted)
+
+
+def test_a_changed_database_is_seen_behind_a_recognised_call():
+    x, w = torch.randn(2, 3, 6, 7), torch.randn(4, 3, 3, 3)
+    warm(x, w)
+    forget_plans()
+    assert not functional._recognised
+    with openconv.policy(engine="cpu.naive"):
+        torch.testing.assert_close(warm(x, w), F.conv2d(x, w, padding=1))
+
+
+def test_filters_that_come_and_go_leave_little_behind():
+    x = torch.randn(2, 3, 6, 7)
+    for _ in range(20):
+        w = torch.randn(4, 3, 3, 3)
+        torch.testing.assert_close(openconv.conv2d(x, w, padding=1), F.conv2d(x, w, padding=1))
+    shapes = [torch.randn(2, 3, 6, width) for width in range(3, 20)]
+    for x in shapes * 3:
+        torch.testing.assert_close(openconv.conv2d(x, w, padding=1), F.conv2d(x, w, padding=1))
+    assert all(len(known) <= functional._MOST_SHAPES for known in functional._recognised.values())

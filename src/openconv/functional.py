@@ -1,9 +1,10 @@
 """conv1d to conv3d and conv_transpose1d to 3d, with torch's signatures and meaning.
 
-A call is checked once. The next one with the same metadata finds what the first came to: for plain CPU tensors that
-need no gradient the plan itself, which runs without the dispatcher a few microseconds later; with a gradient the
-operators of :mod:`openconv.torch_ops`. Calls that PyTorch wants to see (torch.compile, functorch, modes, subclasses,
-autocast, profiler) are checked every time and go through the operators.
+A call is checked once. The next one with the same metadata finds what the first came to: for plain tensors that need
+no gradient the plan itself, which runs without the dispatcher a few microseconds later; with a gradient the operators
+of :mod:`openconv.torch_ops`. From the third one on with the same filter, its tensors are compared in one call of C++.
+Calls that PyTorch wants to see (torch.compile, functorch, modes, subclasses, autocast, profiler) are checked every time
+and go through the operators.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .epilogue import ACTIVATIONS, Epilogue
 from .evaluate import activate, constant_when_compiled
 from .plan import Plan, plan_cache, remember
 from .select import DEFAULT, current_policy
-from .torch_ops import dgrad, fprop, grad_wanted, plain, plan_pass, tracked, transforming, undisturbed
+from .torch_ops import dgrad, fprop, grad_wanted, plain, plan_pass, tracked, transforming, undisturbed, watched
 
 __all__ = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
 
@@ -198,26 +199,38 @@ def _convolve(
     groups: Any, dilation: Any, activation: str | None, residual: Any, engine: str | None, precision: str | None,
     accuracy: str | None, max_workspace: int | None,
 ) -> Any:  # fmt: skip
-    compiling, key = torch.compiler.is_compiling(), None
+    compiling, given, key = torch.compiler.is_compiling(), None, None
     tensors = (input, weight, bias, residual)
-    if not compiling and _direct(input, weight, bias, residual):
+    if not compiling:
         try:
             policy = current_policy()
             # The types are there because 1 == 1.0 == True, of which torch takes the first only; the usual policy is
             # left out because its hash costs as much as that of all the rest.
+            given = (
+                rank, transposed, stride, padding, output_padding, groups, dilation, type(stride), type(padding),
+                type(output_padding), type(groups), type(dilation), activation, engine, precision, accuracy,
+                max_workspace, None if policy is _USUAL else policy, torch.get_num_threads(), torch.is_grad_enabled(),
+                id(weight), bias is None, residual is None,
+            )  # fmt: skip
+            for same, run in _recognised.get(given, ()):
+                if same(*tensors) and not watched():
+                    return run(input, weight, bias, residual)
+        except (TypeError, RuntimeError):  # a list among the arguments has no hash
+            given = None
+    if given is not None and _direct(input, weight, bias, residual):
+        try:
             key = (
-                rank, transposed, input.shape, input.stride(), input.dtype, input.get_device(), weight.shape,
+                given[:-3], input.shape, input.stride(), input.dtype, input.get_device(), weight.shape,
                 weight.stride(), weight.dtype, weight.get_device(),
                 bias if bias is None else (bias.shape, bias.dtype, bias.get_device()),
                 residual if residual is None else (residual.shape, residual.dtype, residual.get_device()),
-                stride, padding, output_padding, groups, dilation, type(stride), type(padding), type(output_padding),
-                type(groups), type(dilation), activation, engine, precision, accuracy, max_workspace,
-                None if policy is _USUAL else policy, torch.get_num_threads(), grad_wanted(tensors),
+                grad_wanted(tensors),
             )  # fmt: skip
             found = _calls.get(key)
-        except (TypeError, RuntimeError):  # a list among the arguments has no hash, a sparse tensor no strides
+        except (TypeError, RuntimeError):  # a sparse tensor has no strides
             found = key = None
         if found is not None:
+            _recognise(given, tensors, found)
             return found(input, weight, bias, residual)
     if isinstance(input, np.ndarray):
         return _through_numpy(rank, transposed, input, weight, bias, stride, padding, output_padding, groups, dilation,
@@ -240,6 +253,39 @@ def _convolve(
         remember(_calls, key, run if call.batched else _unbatched(run))
     out = run(call.input, call.weight, call.bias, call.residual)
     return out if call.batched else out.squeeze(0)
+
+
+# PyTorch's own check of tensors for compiled code: whether type, dtype, device, sizes, strides, the need of a gradient
+# and all that the dispatcher goes by (views that negate or conjugate, transforms, modes, autocast, inference) are as
+# they were, in a tenth of the time of asking for each.
+_TensorGuards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+_recognised: dict[Any, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = plan_cache()
+_MOST_SHAPES = 4
+
+
+def _recognise(given: tuple[Any, ...], tensors: tuple[Any, ...], run: Callable[..., Tensor]) -> None:
+    """Have the next call with these arguments and tensors like these found by their comparison alone. The first time
+    only makes room: a filter that is never seen again is not worth more."""
+    known = _recognised.get(given)
+    if known is None:
+        remember(_recognised, given, [])
+    elif len(known) < _MOST_SHAPES and _TensorGuards is not None:
+        there = [tensor for tensor in tensors if tensor is not None]
+        try:
+            check = _TensorGuards(*there, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            known.append((_comparison(check, tensors), run))
+        except (TypeError, RuntimeError):  # another PyTorch, where it is made otherwise
+            pass
+
+
+def _comparison(check: Callable[..., bool], tensors: tuple[Any, ...]) -> Callable[..., bool]:
+    """``check`` of the tensors that are there."""
+    *_, bias, residual = (tensor is not None for tensor in tensors)
+    if not bias and not residual:
+        return lambda input, weight, bias, residual: check(input, weight)
+    if not residual:
+        return lambda input, weight, bias, residual: check(input, weight, bias)
+    return lambda *tensors: check(*(tensor for tensor in tensors if tensor is not None))
 
 
 def _direct(input: Any, weight: Any, bias: Any, residual: Any) -> bool:

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .autotune import tuned_plan
 from .epilogue import IDENTITY, Epilogue
 from .evaluate import activate
-from .plan import Plan, device_of, plan_cache, remember
+from .plan import Plan, device_of, plan_cache, plan_for, remember
 from .problem import Problem, output_size
 from .select import Policy, current_policy
 from .tensors import NAMES, in_layout, layout_of
@@ -44,6 +43,7 @@ __all__ = [
     "tracked",
     "transforming",
     "undisturbed",
+    "watched",
     "wgrad",
 ]
 
@@ -123,6 +123,11 @@ def undisturbed() -> bool:
         or _tracing()
         or forward_ad._current_level >= 0
     )
+
+
+def watched() -> bool:
+    """What :func:`undisturbed` asks for beyond the state of PyTorch's dispatcher."""
+    return bool(_function_modes() or _profiling() or forward_ad._current_level >= 0)
 
 
 def transforming() -> bool:
@@ -231,7 +236,12 @@ def plan_pass(
             if operand is not None and operand.shape != wanted[name]:
                 seen = f"{name} has shape {tuple(operand.shape)}"
                 raise RuntimeError(f"openconv.{direction}: {seen}; wanted {wanted[name]}")
-        plan = tuned_plan(problem, device_of(a.device), a.device, limits)
+        if limits.tuning == "measure":
+            from .autotune import tuned_plan  # with all that measuring takes
+
+            plan = tuned_plan(problem, device_of(a.device), a.device, limits)
+        else:
+            plan = plan_for(problem, device_of(a.device), limits)
         if plan.policy == limits:
             remember(_plans, key, plan)
     return plan

@@ -28,8 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from ..device import Device
 from ..files import write_atomic
 from ..problem import Problem
@@ -278,6 +276,8 @@ class Store:
     def update(self, found: Database) -> None:
         """Add to the file: read, merged and replaced under a lock that other processes keep to as well. TimeoutError if
         one of them keeps it for a minute."""
+        from filelock import FileLock  # nothing that only reads needs it
+
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{self.path}.lock", timeout=60):
             write_atomic(self.path, self._read().merge(found).to_text())
