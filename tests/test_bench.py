@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from openconv import autotune
+from openconv import autotune, functional
 from openconv.bench import command, run
 from openconv.bench.command import jobs_of
 from openconv.bench.results import Ledger, Record, commit, device_slug, environment, read, write
@@ -24,8 +24,9 @@ from openconv.bench.timing import Timing
 from openconv.cli import app
 from openconv.cpu.device import cpu_device
 from openconv.engine import UnsupportedProblem, engine_named
+from openconv.plan import device_of
 from openconv.problem import Problem
-from openconv.reference import Reference
+from openconv.reference import Reference, random_inputs
 from openconv.select import database, policy
 from openconv.select.database import Database, Entry, Measurement
 
@@ -245,6 +246,21 @@ def test_records_without_kept_memory_have_a_place_of_their_own(monkeypatch):
     kept = device_slug(CPU)
     monkeypatch.setenv("OPENCONV_KEEP_MB", "0")
     assert device_slug(CPU) == kept + "-new-memory"
+
+
+def test_the_function_is_timed_where_it_sees_the_problem_itself():
+    """What is recorded as chosen is what ran: the function chooses by the problem that its tensors lead to."""
+    for text, is_function in (
+        ("fprop n2 c4 h6 w7 k4 r3 s3 pad1 g4 f32 nhwc", True),
+        ("fprop n2 c4 h6 w7 k5 r3 s3 pad1 f32 nchw", True),
+        ("fprop n2 c1 h6 w7 k5 r3 s3 pad1 f32 nhwc", False),  # nchw to who sees the tensors alone
+        ("fprop n2 c4 h6 w7 k5 r3 s3 pad1 f32 nchw tf32", False),
+        ("dgrad n2 c4 h6 w7 k5 r3 s3 pad1 f32 nchw", False),
+    ):
+        problem = Problem.parse(text)
+        device = device_of(CPU)
+        called = run._Contestant("some", None).call(problem, random_inputs(problem), device)
+        assert (getattr(called, "func", None) is functional.conv2d) == is_function, text
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

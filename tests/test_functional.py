@@ -772,6 +772,7 @@ def test_gradients_are_seen_behind_a_recognised_call():
     assert not openconv.conv2d(x.detach(), w, padding=1).is_inference()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of torch's own forward-mode derivatives
 def test_whoever_looks_on_sees_a_recognised_call():
     x, w = torch.randn(2, 3, 6, 7), torch.randn(4, 3, 3, 3)
     wanted = warm(x, w)

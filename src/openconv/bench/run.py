@@ -25,6 +25,7 @@ from ..plan import device_of, lower, plan_for
 from ..problem import Problem
 from ..reference import Inputs, Reference, allowed_error, random_inputs
 from ..select import Candidate, Policy, current_policy, rank, under
+from ..torch_ops import problem_of
 from ..units import bytes_text, seconds_text
 from .ceilings import ceilings, rate_name, roofline_floor
 from .peers import NotTaken, Peer, default_peers, peer_named
@@ -72,15 +73,24 @@ class _Contestant:
     policy: Policy | None
 
     def call(self, problem: Problem, inputs: Inputs, device: Device) -> Callable[[], Tensor]:
-        """What a user would call: the function for a plain forward pass, the plan itself for everything else."""
+        """What a user would call: the function for a plain forward pass, the plan itself for everything else, and where
+        the function would see another problem, as in an nhwc image of one channel, which is nchw as well."""
         a, b = inputs.a, inputs.b
         symmetric = all(low == high for low, high in problem.padding)
-        if problem.direction == "fprop" and symmetric and problem.epilogue.is_identity:
+        if problem.direction == "fprop" and symmetric and problem.epilogue.is_identity and _seen(a, b, problem):
             function = (functional.conv1d, functional.conv2d, functional.conv3d)[problem.rank - 1]
             padding = tuple(low for low, _ in problem.padding)
             call = partial(function, a, b, None, problem.stride, padding, problem.dilation, problem.groups)
             return under(self.policy, call) if self.policy else call
         return partial(plan_for(problem, device, self.policy or current_policy()), a, b, inputs.operands)
+
+
+def _seen(a: Tensor, b: Tensor, problem: Problem) -> bool:
+    """Whether tensors and numbers alone lead to this problem."""
+    return problem == problem_of(
+        problem.direction, a, b, size=problem.spatial, filter=problem.filter, stride=problem.stride,
+        padding=[v for pair in problem.padding for v in pair], dilation=problem.dilation, groups=problem.groups,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
