@@ -817,6 +817,25 @@ def test_whoever_looks_on_sees_a_recognised_call():
         torch.testing.assert_close(openconv.conv2d(inner[0], w, padding=1), wanted)
 
 
+def test_an_error_of_a_recognised_call_is_raised_and_nothing_else_is_tried():
+    x, w = torch.randn(2, 3, 6, 7), torch.randn(4, 3, 3, 3)
+    warm(x, w)
+    calls = []
+
+    def fail(*tensors: Any) -> Tensor:
+        calls.append(tensors)
+        raise RuntimeError("out of memory")
+
+    for known in functional._recognised.values():
+        known[:] = [(same, fail) for same, _ in known]
+    try:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            openconv.conv2d(x, w, padding=1)
+    finally:
+        forget_plans()
+    assert len(calls) == 1
+
+
 def test_a_changed_database_is_seen_behind_a_recognised_call():
     x, w = torch.randn(2, 3, 6, 7), torch.randn(4, 3, 3, 3)
     warm(x, w)

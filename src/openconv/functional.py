@@ -24,6 +24,7 @@ from .epilogue import ACTIVATIONS, Epilogue
 from .evaluate import activate, constant_when_compiled
 from .plan import Plan, plan_cache, remember
 from .select import DEFAULT, current_policy
+from .tensors import guards
 from .torch_ops import dgrad, fprop, grad_wanted, plain, plan_pass, tracked, transforming, undisturbed, watched
 
 __all__ = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
@@ -212,11 +213,12 @@ def _convolve(
                 max_workspace, None if policy is _USUAL else policy, torch.get_num_threads(), torch.is_grad_enabled(),
                 id(weight), bias is None, residual is None,
             )  # fmt: skip
-            for same, run in _recognised.get(given, ()):
-                if same(*tensors) and not watched():
-                    return run(input, weight, bias, residual)
+            recognised = _recognised.get(given, ())
         except (TypeError, RuntimeError):  # a list among the arguments has no hash
-            given = None
+            given, recognised = None, ()
+        for same, compute in recognised:
+            if same(*tensors) and not watched():
+                return compute(input, weight, bias, residual)
     if given is not None and _direct(input, weight, bias, residual):
         try:
             key = (
@@ -258,7 +260,7 @@ def _convolve(
 # PyTorch's own check of tensors for compiled code: whether type, dtype, device, sizes, strides, the need of a gradient
 # and all that the dispatcher goes by (views that negate or conjugate, transforms, modes, autocast, inference) are as
 # they were, in a tenth of the time of asking for each.
-_TensorGuards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+_TensorGuards = getattr(guards, "TensorGuards", None)
 _recognised: dict[Any, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = plan_cache()
 _MOST_SHAPES = 4
 

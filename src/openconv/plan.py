@@ -32,7 +32,7 @@ from .epilogue import IDENTITY, Acc, Epilogue, Expr, Node, Operand
 from .evaluate import evaluate, evaluator_
 from .problem import Problem
 from .select import Candidate, Policy, choose
-from .tensors import DTYPES, empty, in_layout, memory_format, to_layout
+from .tensors import DTYPES, empty, guards, in_layout, memory_format, to_layout
 from .units import bytes_text
 
 __all__ = [
@@ -242,7 +242,7 @@ def _input_layouts(problem: Problem) -> tuple[str, str]:
 
 
 # What compiled code of PyTorch allocates with: on the current device, past the dispatcher, in half the time.
-_empty_cuda = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
+_empty_cuda = getattr(guards, "_empty_strided_cuda", None)
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "NAMES", "empty", "in_layout", "layout_of", "memory_format", "to_layout"]
+__all__ = ["DTYPES", "NAMES", "empty", "guards", "in_layout", "layout_of", "memory_format", "to_layout"]
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
@@ -16,6 +16,10 @@ DTYPES: dict[str, torch.dtype] = {
     "complex32": torch.complex32, "complex64": torch.complex64, "complex128": torch.complex128,
 }  # fmt: skip
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+"""What code that PyTorch compiles checks and allocates its tensors with. It is private: whatever it lacks, even all of
+it, is done without."""
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 

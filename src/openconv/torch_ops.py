@@ -114,15 +114,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def undisturbed() -> bool:
     """No mode, transform, autocast, profiler or tracer wants to see the operators."""
-    return not (
-        _dispatch_modes()
-        or _function_modes()
-        or _functorch_active()
-        or _autocasting()
-        or _profiling()
-        or _tracing()
-        or forward_ad._current_level >= 0
-    )
+    return not (_dispatch_modes() or _functorch_active() or _autocasting() or _tracing() or watched())
 
 
 def watched() -> bool:
