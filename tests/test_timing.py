@@ -11,7 +11,7 @@ import torch
 
 from openconv.bench import timing
 from openconv.bench.ceilings import ceilings, rate_name, roofline_floor
-from openconv.bench.timing import Timing, _race_queued, overhead, race
+from openconv.bench.timing import CudaSampler, Timing, _race_queued, overhead, race
 from openconv.problem import Problem
 
 US = 1e-6
@@ -136,6 +136,20 @@ def test_what_is_always_late_is_timed_by_the_host():
     device = FakeDevice()
     found = run_race(device, device.call("a", host=10 * US, device=20 * US, late=lambda n: n > 8), least=1, most=1)
     assert found[0].median > 0.1
+
+
+def test_a_sampler_idles_until_a_call_is_queued_before_the_device_comes_to_it():
+    """The tuner's way, one sample at a time: a call of several launches is not timed by them."""
+    device = FakeDevice()
+    slow = CudaSampler(device.call("a", host=1e-3, device=20 * US), device)
+    assert slow() == pytest.approx(20 * US)
+    tries = device.log.count("a")
+    assert tries > 1
+    assert slow() == pytest.approx(20 * US)
+    assert device.log.count("a") == tries + 1
+    waiting = CudaSampler(device.call("b", host=10 * US, device=20 * US, waits=True), device)
+    assert waiting() >= 20 * US  # never early enough: there is an end
+    assert device.log.count("b") < 10
 
 
 def test_contestants_take_turns_in_changing_order_and_rotate_their_inputs():

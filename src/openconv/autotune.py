@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .bench.timing import Timing
+from .bench.timing import CudaSampler, Timing, cuda_queue
 from .cuda.device import CudaDevice
 from .device import Device
 from .plan import Plan, lower, make_plan, plan_for
@@ -36,8 +36,6 @@ __all__ = ["measure_and_keep", "measure_candidates", "settle", "shortlist", "tun
 
 _TIE = 0.02
 """Candidates this close are equal for all purposes."""
-_LEAST_IDLE, _MOST_IDLE = 400_000, 12_800_000
-"""Cycles that a GPU idles before a call, some 200 us and 7 ms: longer than the host takes to queue it."""
 _QUICK = 5e-3
 """Seconds of a run so short that a few more of them are always affordable."""
 
@@ -125,12 +123,13 @@ def measure_candidates(
     end = time.perf_counter() + seconds
     with torch.no_grad():
         inputs = random_inputs(problem, device=place)
+        sampler = partial(CudaSampler, queue=cuda_queue()) if place.type == "cuda" else _CpuSampler
         runs: list[Callable[[], float]] = []
         for candidate in candidates:
             if len(runs) > 1 and time.perf_counter() > end:
                 break
             plan = make_plan(problem, device, Policy(), candidate)
-            runs.append(_Sampler(partial(plan, inputs.a, inputs.b, inputs.operands), place))
+            runs.append(sampler(partial(plan, inputs.a, inputs.b, inputs.operands)))
         found = settle(runs, end - time.perf_counter())
     measured = [_measurement(candidate, samples) for candidate, samples in zip(candidates, found.samples, strict=False)]
     measured.sort(key=lambda m: m.seconds)
@@ -145,17 +144,14 @@ def _measurement(candidate: Candidate, samples: list[float]) -> Measurement:
     )
 
 
-class _Sampler:
-    """Seconds of one call. On the CPU tiny calls are repeated, so that a sample is long against the clock's own cost
-    and against the waking of threads; on a GPU the time is that between events, with the cache flushed before."""
+class _CpuSampler:
+    """Seconds of one call. Tiny calls are repeated, so that a sample is long against the clock's own cost and against
+    the waking of threads."""
 
-    def __init__(self, call: Callable[[], Tensor], place: torch.device) -> None:
-        self._call, self._cuda, self._place, self._repeats = call, place.type == "cuda", place, 1
-        self._idle = _LEAST_IDLE
+    def __init__(self, call: Callable[[], Tensor]) -> None:
+        self._call, self._repeats = call, 1
 
     def __call__(self) -> float:
-        if self._cuda:
-            return self._between_events()
         start = time.perf_counter()
         for _ in range(self._repeats):
             kept = self._call()
@@ -163,22 +159,6 @@ class _Sampler:
         del kept
         self._repeats = max(1, int(300e-6 / max(took, 1e-6)))
         return took
-
-    def _between_events(self) -> float:
-        while True:
-            torch.empty(64 << 20, dtype=torch.int32, device=self._place).zero_()
-            # The GPU idles until the host has queued the whole call: an engine of several launches is else timed by
-            # them. Where it came to the call before that, it idles longer, and the call is made again.
-            torch.cuda._sleep(self._idle)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            self._call()
-            early = begin.query()
-            end.record()
-            end.synchronize()
-            if not early or self._idle >= _MOST_IDLE:
-                return begin.elapsed_time(end) * 1e-3
-            self._idle *= 2
 
 
 # -- the first call of a new problem --------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Timing", "overhead", "race", "race_cuda"]
+__all__ = ["CudaSampler", "Queue", "Timing", "cuda_queue", "overhead", "race", "race_cuda"]
 
 _Call = Callable[[], object]
 
@@ -189,7 +189,12 @@ def race_cuda(
     and its timing is then the host's, from an idle GPU with its caches flushed until the result is there, launches
     included. So is that of a call of which no sample is left.
     """
-    return _race_queued(_CudaQueue(flush_bytes), rotations, budget, least, most)
+    return _race_queued(cuda_queue(flush_bytes), rotations, budget, least, most)
+
+
+def cuda_queue(flush_bytes: int | None = None) -> Queue:
+    """The current stream. It holds the memory that is overwritten to flush the caches."""
+    return _CudaQueue(flush_bytes)
 
 
 @dataclass
@@ -226,22 +231,48 @@ def _round(queue: Queue, order: Sequence[_Contestant], number: int) -> None:
         if contestant.waits:
             contestant.samples.append(_on_the_host(queue, call))
             continue
-        queue.flush()
-        queue.spin(contestant.idle)
-        start = queue.mark()
-        kept = call()
-        end = queue.mark()
-        early = queue.passed(start)
-        del kept
-        queued.append((contestant, start, end, early))
+        queued.append((contestant, *_queued(queue, call, contestant.idle)))
     queue.wait()
     for contestant, start, end, early in queued:
         if early:
-            contestant.idle = min(2 * contestant.idle, max(contestant.idle, _MOST_IDLE))
+            contestant.idle = _longer(contestant.idle)
         else:
             contestant.samples.append(queue.between(start, end))
 
 
+def _queued(queue: Queue, call: _Call, idle: float) -> tuple[Any, Any, bool]:
+    """Queue a call behind so much idling: its marks, and whether the device came to it before all of it was queued."""
+    queue.flush()
+    queue.spin(idle)
+    start = queue.mark()
+    kept = call()
+    end = queue.mark()
+    early = queue.passed(start)
+    del kept
+    return start, end, early
+
+
+def _longer(idle: float) -> float:
+    return min(2 * idle, max(idle, _MOST_IDLE))
+
+
+class CudaSampler:
+    """The seconds of one call at a time, as :func:`race_cuda` takes them, for who decides after each what to time next.
+    Where no idling is long enough, as of a call that waits for the device, the last sample counts as it is."""
+
+    def __init__(self, call: _Call, queue: Queue) -> None:
+        self._call, self._queue, self._idle = call, queue, _FIRST_IDLE
+
+    def __call__(self) -> float:
+        while True:
+            start, end, early = _queued(self._queue, self._call, self._idle)
+            self._queue.wait()
+            if not early or self._idle >= _MOST_IDLE:
+                return self._queue.between(start, end)
+            self._idle = _longer(self._idle)
+
+
+_FIRST_IDLE = 200e-6  # of a sampler: longer than most calls take to be queued
 _LEAST_IDLE = 20e-6  # beyond what the call takes on the host: two marks and the interpreter's own time
 _MOST_IDLE = 10e-3  # to which a host that is held up now and then may bring it
 _PROBE = 2e-3
