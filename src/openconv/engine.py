@@ -45,6 +45,7 @@ ENGINES = (
     "openconv.cuda.depthwise:Depthwise",
     "openconv.cuda.depthwise_mma:DepthwiseMma",
     "openconv.cuda.few_channels:FewChannels",
+    "openconv.cuda.patch_rows:PatchRows",
     "openconv.cuda.patches:Patches",
     "openconv.cuda.gemm_1x1:Gemm1x1",
     "openconv.cuda.tiled:Tiled",

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from openconv.cuda import jit
+from openconv.cuda.launch import TensorMap
 
 HERE = Path(__file__).parent
 REPLACED = (
@@ -24,7 +26,7 @@ REPLACED = (
     "common/mma.cuh",
     "common/shared.cuh",
     "common/wgmma.cuh",
-    "common/barrier.cuh",
+    "common/bulk.cuh",
 )
 """Files of PTX instructions, for which host.h has functions of its own."""
 
@@ -102,9 +104,12 @@ class EmulatedLaunch:
 
     def __init__(
         self, source: jit.Source, name: str, device: object, grid: Sequence[int], block: Sequence[int], params: bytes,
-        shared: int = 0, follows: bool = False,
+        shared: int = 0, follows: bool = False, maps: Sequence[TensorMap] = (),
     ) -> None:  # fmt: skip
         self._library = compiled(source, name)
+        self._maps = maps
+        if maps:
+            params += bytes(-len(params) % 64 + 128 * len(maps))
         wanted = self._library.params_size()
         assert -(-len(params) // 8) * 8 == wanted, f"{name}: Params has {wanted} bytes, {len(params)} are packed"
         self._params = bytearray(params)
@@ -114,8 +119,17 @@ class EmulatedLaunch:
     def __call__(self, *pointers: int) -> None:
         for at, pointer in enumerate(pointers):
             self._params[8 * at : 8 * at + 8] = pointer.to_bytes(8, "little")
-        buffer = (ctypes.c_char * len(self._params)).from_buffer(self._params)
-        self._library.run(self._grid, self._block, buffer)
+        for at, each in enumerate(self._maps):
+            axes = len(each.sizes)
+            filled = [(*values, *[0] * (most - len(values))) for values, most in (
+                (each.sizes, 5), (each.strides, 4), (each.box, 5))]  # fmt: skip
+            words = (pointers[each.pointer], axes | each.swizzle << 8, *filled[0], *filled[1], *filled[2])
+            start = len(self._params) - 128 * (len(self._maps) - at)
+            struct.pack_into("=16q", self._params, start, *words)
+        buffer = ctypes.create_string_buffer(len(self._params) + 64)
+        start = -ctypes.addressof(buffer) % 64  # maps are aligned to as much
+        ctypes.memmove(ctypes.addressof(buffer) + start, bytes(self._params), len(self._params))
+        self._library.run(self._grid, self._block, ctypes.byref(buffer, start))
 
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

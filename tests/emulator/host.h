@@ -18,6 +18,7 @@
 #define __grid_constant__
 #define __restrict__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(n) alignas(n)
 #define DYNAMIC_SHARED(name) alignas(128) static unsigned char name[227 << 10]
 
@@ -58,12 +59,12 @@ struct Fiber {
     ucontext_t context;
     dim3 at;
     bool done = false;
-    int waits = 0;  // 0: no, 1: for the block, 2: for its warp
+    int waits = 0;  // 0: no, 1: for the block, 2: for its warp, 3: for a while, 4: for the first `some`
     std::vector<char> stack;
 };
 static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
-static int current;
+static int current, some;
 static void (*body)(const void*);
 static const void* given;
 static std::vector<unsigned long long> exchange;
@@ -128,6 +129,13 @@ inline void run_block() {
             for (auto& f : fibers) f.waits = 0;
             freed = true;
         }
+        if (!freed && released(4, 0, some)) {
+            for (int i = 0; i < some; ++i) fibers[i].waits = 0;
+            freed = true;
+        }
+        if (!freed)
+            for (auto& f : fibers)
+                if (f.waits == 3) { f.waits = 0; freed = true; }
         if (!freed) { fprintf(stderr, "emulator: threads wait for each other for ever\n"); abort(); }
     }
 }
@@ -179,3 +187,4 @@ inline float f32_from_bf16(unsigned short bits) { return __uint_as_float(unsigne
 }  // namespace convert
 #include "mma.h"
 #include "wgmma.h"
+#include "bulk.h"

@@ -5,6 +5,18 @@ inline int swizzled(int row, int piece) { return row * 128 + ((piece ^ (row & 7)
 inline unsigned long long descriptor(const void* at) { return reinterpret_cast<uintptr_t>(at); }
 inline unsigned long long along(unsigned long long descriptor, int bytes) { return descriptor + bytes; }
 inline void shared_written() {}
+template <int Count> inline void give_registers() {}
+template <int Count> inline void take_registers() {}
+template <bool Transposed> inline void store_matrices(void* row, const unsigned (&from)[4]) {
+    const int g = (emulator::current & 31) / 4, t = emulator::current & 3;
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 2; ++j) {
+            const int along = Transposed ? 2 * t + j : g, at = Transposed ? g : 2 * t + j;
+            const auto to = emulator::shuffle(reinterpret_cast<unsigned long long>(row), 8 * i + along);
+            reinterpret_cast<unsigned short*>(to)[at] = from[i] >> 16 * j;
+        }
+}
+inline void keep(unsigned (&)[4]) {}
 inline void group_begin() {}
 inline void group_commit() {}
 template <int Left, int N> inline void group_wait(float (&)[N]) {}
@@ -23,6 +35,26 @@ template <class T, int N> inline void emulated_group_product(float (&d)[N], unsi
         const int row = me % 128 / 32 * 16 + g + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
         float sum = 0;
         for (int k = 0; k < 16; ++k) sum += operand<T>(a, row, k) * operand<T>(b, column, k);
+        d[i] += sum;
+    }
+}
+
+// The first operand in registers: lane l has row l / 4 and the one eight below it, columns 2 * (l % 4) and the next, and
+// the same eight further.
+template <class T, int N>
+inline void emulated_group_product(float (&d)[N], const unsigned (&a)[4], unsigned long long b) {
+    const int g = (emulator::current & 31) / 4, t = emulator::current & 3;
+    float value[2][16];
+    for (int i = 0; i < 4; ++i)
+        for (int from = 0; from < 4; ++from) {
+            const unsigned word = emulator::shuffle(a[i], 4 * g + from);
+            T pair[2];
+            memcpy(pair, &word, 4);
+            for (int j = 0; j < 2; ++j) value[i % 2][i / 2 * 8 + 2 * from + j] = float(pair[j]);
+        }
+    for (int i = 0; i < N; ++i) {
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) sum += value[i / 2 % 2][k] * operand<T>(b, i / 4 * 8 + 2 * t + i % 2, k);
         d[i] += sum;
     }
 }

@@ -29,7 +29,7 @@ from tests.test_fuzz import EXAMPLES, check_all_engines, fuzzed
 ENGINES = [engine for engine in engines() if engine.device == "cuda"]
 each_engine = pytest.mark.parametrize("engine", ENGINES, ids=[engine.name for engine in ENGINES])
 FLOATS = ("f32", "f16", "bf16", "f64")
-FORWARD_ONLY = ("cuda.patches",)
+FORWARD_ONLY = ("cuda.patch_rows", "cuda.patches")
 # Kernels are compiled for each problem: tests in parts are shared out evenly between processes.
 PARTS = 4
 each_part = pytest.mark.parametrize("part", range(PARTS))

@@ -4,6 +4,9 @@ A kernel of ours takes one argument, a struct ``Params``: its pointers first, th
 four, so that there are no gaps. The struct is packed when a plan is built; a call writes the pointers and launches on
 torch's current stream. The driver copies the struct while it launches, so that each thread needs a copy of its own and
 no more. Nothing waits for the GPU, and capture into a CUDA graph records the launch as it is.
+
+Kernels that copy boxes (``common/bulk.cuh``) have maps of tensors at the end of ``Params``, each from a multiple of 64
+bytes on. A map is encoded when a plan is built; a call changes its address if the tensor has another one than before.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -23,7 +27,7 @@ from ..engine import Runner
 from . import jit
 from .device import CudaDevice
 
-__all__ = ["Launch", "aligned", "pack", "single"]
+__all__ = ["Launch", "TensorMap", "aligned", "pack", "single"]
 
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -34,13 +38,53 @@ def pack(pointers: int, wide: Sequence[int] = (), narrow: Sequence[int] = ()) ->
     return struct.pack(f"={pointers}q{len(wide)}q{len(narrow)}i", *(0,) * pointers, *wide, *narrow)
 
 
+_MAP_BYTES, _MAP_ALIGNED = 128, 64
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor of two-byte elements as boxes are copied from it: which pointer of the launch is its first element, its
+    sizes, the bytes from one element to the next along all axes but the first, the box, and the bytes of a row that are
+    swizzled in shared memory."""
+
+    pointer: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+    def encode(self) -> bytes:
+        """The driver's form of it, with some address."""
+        from cuda.bindings import driver
+
+        kinds = driver.CUtensorMapSwizzle
+        swizzle = {32: kinds.CU_TENSOR_MAP_SWIZZLE_32B, 128: kinds.CU_TENSOR_MAP_SWIZZLE_128B}[self.swizzle]
+        wide, narrow = driver.cuuint64_t, driver.cuuint32_t
+        found, made = driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16, len(self.sizes), 1 << 20,
+            [wide(size) for size in self.sizes], [wide(stride) for stride in self.strides],
+            [narrow(size) for size in self.box], [narrow(1)] * len(self.box),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )  # fmt: skip
+        _check(int(found), f"{self}")
+        return ctypes.string_at(made.getPtr(), _MAP_BYTES)
+
+
 class _Written:
-    """What the driver is given, as one thread writes it: the struct, and the launch's configuration."""
+    """What the driver is given, as one thread writes it: the struct, and the launch's configuration. ``maps`` has the
+    place of each map in the struct and the address that it holds."""
 
-    __slots__ = ("_parameters", "arguments", "configuration", "stream", "words")
+    __slots__ = ("_kept", "_parameters", "arguments", "configuration", "maps", "stream", "words")
 
-    def __init__(self, params: bytes, configuration: bytes, function: int) -> None:
-        self.words = ctypes.create_string_buffer(params, len(params))
+    def __init__(self, params: bytes, configuration: bytes, function: int, maps: int) -> None:
+        self._kept = ctypes.create_string_buffer(len(params) + _MAP_ALIGNED)
+        start = -ctypes.addressof(self._kept) % _MAP_ALIGNED
+        self.words = (ctypes.c_char * len(params)).from_buffer(self._kept, start)
+        ctypes.memmove(self.words, params, len(params))
+        end = ctypes.addressof(self.words) + len(params)
+        self.maps = [[ctypes.c_void_p(end - _MAP_BYTES * (maps - at)), 0] for at in range(maps)]
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.words))
         self.configuration = ctypes.create_string_buffer(configuration, len(configuration))
         places = ctypes.addressof(self.configuration), function, ctypes.addressof(self._parameters), 0
@@ -51,8 +95,8 @@ class _Written:
 class _Packs(threading.local):
     """``mine``: this thread's, in an object of its own, whose fields are read in a third of the time."""
 
-    def __init__(self, params: bytes, configuration: bytes, function: int, device: int) -> None:
-        self.mine = _Written(params, configuration, function)
+    def __init__(self, params: bytes, configuration: bytes, function: int, maps: int, device: int) -> None:
+        self.mine = _Written(params, configuration, function, maps)
         _ensure_context(device)
 
 
@@ -70,10 +114,10 @@ def _ensure_context(index: int) -> None:
 
 
 @cache
-def _launcher() -> Any:
-    """cuLaunchKernelEx. It takes the configuration as a struct, so that a call converts four arguments to C; those of
-    cuLaunchKernel are eleven, which costs more than the launch."""
-    function = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuLaunchKernelEx
+def _driver(name: str) -> Any:
+    """A function of the driver's. cuLaunchKernelEx takes the configuration as a struct, so that a call converts four
+    arguments to C; those of cuLaunchKernel are eleven, which costs more than the launch."""
+    function = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")[name]
     function.restype = ctypes.c_int
     return function
 
@@ -94,7 +138,7 @@ class Launch:
 
     def __init__(
         self, source: jit.Source, name: str, device: CudaDevice, grid: Sequence[int], block: Sequence[int],
-        params: bytes, shared: int = 0, follows: bool = False,
+        params: bytes, shared: int = 0, follows: bool = False, maps: Sequence[TensorMap] = (),
     ) -> None:  # fmt: skip
         from cuda.bindings import driver
 
@@ -112,8 +156,11 @@ class Launch:
             attributes = (ctypes.addressof(self._attributes), 1)
         configuration = _CONFIGURATION.pack(*three, *(*block, 1, 1)[:3], shared, 0, *attributes)
         self._name, self._index = name, device.index
-        self._packs = _Packs(params, configuration, int(self._kernel.handle), device.index)
-        self._launch = _launcher()
+        if maps:
+            params += bytes(-len(params) % _MAP_ALIGNED) + b"".join(each.encode() for each in maps)
+        self._mapped = tuple(each.pointer for each in maps)
+        self._packs = _Packs(params, configuration, int(self._kernel.handle), len(maps), device.index)
+        self._launch = _driver("cuLaunchKernelEx")
 
     def __call__(self, *pointers: int) -> None:
         index = self._index
@@ -127,6 +174,10 @@ class Launch:
         if stream != mine.stream:
             _write_stream(mine.configuration, _STREAM, stream)
             mine.stream = stream
+        for at, held in zip(self._mapped, mine.maps, strict=True) if self._mapped else ():
+            if held[1] != pointers[at]:
+                _check(_driver("cuTensorMapReplaceAddress")(held[0], ctypes.c_void_p(pointers[at])), self._name)
+                held[1] = pointers[at]
         failed = self._launch(*mine.arguments)
         if failed:
             _check(failed, self._name)

@@ -27,6 +27,37 @@ __device__ __forceinline__ u64 along(u64 descriptor, int bytes) { return descrip
 // What ordinary copies have written into shared memory can be read by products that are asked for from here on.
 __device__ __forceinline__ void shared_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Four 8 x 8 matrices as mma.cuh's load_matrices reads them, to shared memory; `Transposed`: lane l gives the address of
+// column l % 8 of matrix l / 8.
+template <bool Transposed>
+__device__ __forceinline__ void store_matrices(void* row, const u32 (&from)[4]) {
+    const u32 at = shared_address(row);
+    if constexpr (Transposed)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(from[0]),
+                     "r"(from[1]), "r"(from[2]), "r"(from[3])
+                     : "memory");
+    else
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(from[0]),
+                     "r"(from[1]), "r"(from[2]), "r"(from[3])
+                     : "memory");
+}
+
+// All threads of a warpgroup: change the number of registers that each has, within what the block has.
+template <int Count>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+}
+template <int Count>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+}
+
+// The first operand may lie in registers, as A of common/mma.cuh in each warp. They stay as they are until `keep`, which
+// comes behind the wait.
+__device__ __forceinline__ void keep(u32 (&a)[4]) {
+    asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+}
+
 __device__ __forceinline__ void group_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int Left, int N>
@@ -40,6 +71,13 @@ __device__ __forceinline__ void group_wait(float (&d)[N]) {
 __device__ __forceinline__ u64 descriptor(const void*) { return 0; }
 __device__ __forceinline__ u64 along(u64 descriptor, int) { return descriptor; }
 __device__ __forceinline__ void shared_written() {}
+__device__ __forceinline__ void keep(u32 (&)[4]) {}
+template <bool Transposed>
+__device__ __forceinline__ void store_matrices(void*, const u32 (&)[4]) {}
+template <int Count>
+__device__ __forceinline__ void give_registers() {}
+template <int Count>
+__device__ __forceinline__ void take_registers() {}
 __device__ __forceinline__ void group_begin() {}
 __device__ __forceinline__ void group_commit() {}
 template <int Left, int N>
