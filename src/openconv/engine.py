@@ -143,9 +143,8 @@ class Engine(ABC):
         return _code_digest(self.source)
 
 
-_PROSE = re.compile(
-    r'^\s*"""(?:.*?)"""|^\s*#[^\n]*|[ \t]+# [^\n]*|^    def cost\(.*?(?=^    def )', re.DOTALL | re.MULTILINE
-)
+# What starts a line is looked for with the end of the line before, many times faster than with ^.
+_PROSE = re.compile(r'\n\s*(?:""".*?"""|#[^\n]*)|\n    def cost\(.*?(?=\n    def )', re.DOTALL)
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _BEYOND = ("launch", "jit", "device")  # what surrounds a CUDA kernel and does not change what it takes
 
@@ -161,12 +160,16 @@ def _code_digest(source: str) -> str:
             continue
         text = path.read_text()
         if path.suffix == ".py":
-            names = re.findall(r"^\s*from \.(\w+) import", text, re.MULTILINE)
-            for several in re.findall(r"^\s*from \. import ([\w, ]+)", text, re.MULTILINE):
+            text = f"\n{text}"
+            names = re.findall(r"\n\s*from \.(\w+) import", text)
+            for several in re.findall(r"\n\s*from \. import ([\w, ]+)", text):
                 names += several.replace(" ", "").split(",")
             wanted += [path.parent / f"{name}.py" for name in names if name not in _BEYOND]
             wanted += [path.parent / "kernels" / name for name in re.findall(r'"(\w+\.cu)"', text)]
-            texts[path.name] = _PROSE.sub("", text)
+            lines = _PROSE.sub("\n", text)[1:].split("\n")
+            texts[path.name] = "\n".join(
+                [line.partition(" # ")[0].rstrip() if " # " in line else line for line in lines]
+            )
         else:
             kernels = next(folder for folder in path.parents if folder.name == "kernels")
             wanted += [kernels / name for name in re.findall(r'#include "([^"]+)"', text)]
