@@ -319,10 +319,9 @@ def _planned(call: Arguments) -> Callable[..., Tensor]:
 
 def _tracked(call: Arguments) -> Callable[..., Tensor]:
     """The same where a gradient is wanted. The activation stays outside, so that autograd keeps its input."""
-    rest = (call.stride, call.padding, call.dilation, call.groups, "", call.policy)
-    plan = plan_call(replace(call, activation=""))
-    run = tracked(plan, rest if call.size is None else (call.size, *rest))
-    activation = call.activation
+    activation, geometry = call.activation, (call.stride, call.padding, call.dilation, call.groups)
+    compute = _planned(replace(call, activation=""))
+    run = tracked(compute, "fprop" if call.size is None else "dgrad", geometry, call.policy)
     return (lambda *tensors: activate(activation, run(*tensors))) if activation else run
 
 

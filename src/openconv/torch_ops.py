@@ -328,8 +328,23 @@ def _before_activation(ctx: Any, grad: Tensor, value: Callable[[], Tensor]) -> T
     return pullback(grad)[0]
 
 
-def _bias_grad(ctx: Any, grad: Tensor) -> Tensor | None:
-    return grad.sum([0, *range(2, grad.dim())]) if ctx.needs_input_grad[2] else None
+def _operand_grads(needed: Sequence[bool], grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Of bias and residual."""
+    return grad.sum([0, *range(2, grad.dim())]) if needed[2] else None, grad if needed[3] else None
+
+
+def _fprop_grads(needed: Sequence[bool], x: Tensor, w: Tensor, grad: Tensor, geometry: Any, policy: str) -> Any:
+    """Of x, w, bias and residual, as far as they are needed; ``grad`` is that in front of the activation."""
+    dx = dgrad(grad, w.conj(), None, None, x.shape[2:], *geometry, "", policy) if needed[0] else None
+    dw = wgrad(x.conj(), grad, w.shape[2:], *geometry, policy) if needed[1] else None
+    return dx, dw, *_operand_grads(needed, grad)
+
+
+def _dgrad_grads(needed: Sequence[bool], dy: Tensor, w: Tensor, grad: Tensor, geometry: Any, policy: str) -> Any:
+    """Of dy, w, bias and residual, likewise."""
+    ddy = fprop(grad, w.conj(), None, None, *geometry, "", policy) if needed[0] else None
+    dw = wgrad(grad, dy.conj(), w.shape[2:], *geometry, policy) if needed[1] else None
+    return ddy, dw, *_operand_grads(needed, grad)
 
 
 def _fprop_setup(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -341,13 +356,7 @@ def _fprop_setup(ctx: Any, inputs: Any, output: Tensor) -> None:
 def _fprop_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, w, bias, residual = ctx.saved_tensors
     grad = _before_activation(ctx, grad, lambda: fprop(x, w, bias, residual, *ctx.geometry, "", ctx.policy))
-    dx = dw = None
-    if ctx.needs_input_grad[0]:
-        dx = dgrad(grad, w.conj(), None, None, x.shape[2:], *ctx.geometry, "", ctx.policy)
-    if ctx.needs_input_grad[1]:
-        dw = wgrad(x.conj(), grad, w.shape[2:], *ctx.geometry, ctx.policy)
-    dresidual = grad if ctx.needs_input_grad[3] else None
-    return dx, dw, _bias_grad(ctx, grad), dresidual, *(None,) * 6
+    return *_fprop_grads(ctx.needs_input_grad, x, w, grad, ctx.geometry, ctx.policy), *(None,) * 6
 
 
 def _fprop_jvp(ctx: Any, dx: Tensor, dw: Tensor, dbias: Tensor | None, dresidual: Tensor | None, *_: None) -> Tensor:
@@ -363,13 +372,7 @@ def _dgrad_setup(ctx: Any, inputs: Any, output: Tensor) -> None:
 def _dgrad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     dy, w, bias, residual = ctx.saved_tensors
     grad = _before_activation(ctx, grad, lambda: dgrad(dy, w, bias, residual, ctx.size, *ctx.geometry, "", ctx.policy))
-    ddy = dw = None
-    if ctx.needs_input_grad[0]:
-        ddy = fprop(grad, w.conj(), None, None, *ctx.geometry, "", ctx.policy)
-    if ctx.needs_input_grad[1]:
-        dw = wgrad(grad, dy.conj(), w.shape[2:], *ctx.geometry, ctx.policy)
-    dresidual = grad if ctx.needs_input_grad[3] else None
-    return ddy, dw, _bias_grad(ctx, grad), dresidual, *(None,) * 7
+    return *_dgrad_grads(ctx.needs_input_grad, dy, w, grad, ctx.geometry, ctx.policy), *(None,) * 7
 
 
 def _dgrad_jvp(ctx: Any, ddy: Tensor, dw: Tensor, dbias: Tensor | None, dresidual: Tensor | None, *_: None) -> Tensor:
@@ -507,36 +510,29 @@ _Dgrad = _tracked("Dgrad", _dgrad, _dgrad_setup, _dgrad_backward)
 _Wgrad = _tracked("Wgrad", _wgrad, _wgrad_setup, _wgrad_backward)
 
 
-def tracked(plan: Plan, rest: tuple[Any, ...]) -> Callable[..., Tensor]:
-    """fprop or dgrad of plain tensors like those that were planned for, known to autograd; ``rest`` is what follows the
-    tensors in the operator's arguments.
+def tracked(compute: Callable[..., Tensor], direction: str, geometry: Any, policy: str) -> Callable[..., Tensor]:
+    """``compute(a, w, bias, residual)``, a planned fprop or dgrad of plain tensors without its activation, known to
+    autograd.
 
+    It is a Function of its own: what is handed through autograd at each call, or kept in its context, takes time.
     ``Function.apply`` looks for functorch before it calls the one below it, which costs as much as the rest: who calls
     this has looked already.
     """
-    function = _PlannedFprop if plan.problem.direction == "fprop" else _PlannedDgrad
-    apply = super(torch.autograd.Function, function).apply
-    call = plan.call
-    return lambda *tensors: apply(*tensors, call, rest)
+    grads = _fprop_grads if direction == "fprop" else _dgrad_grads
+    policy = _backward_policy(policy)
 
+    def forward(ctx: Any, a: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        ctx.save_for_backward(a, w)
+        return compute(a, w, bias, residual)
 
-def _planned(name: str, setup: Callable[..., None], backward: Callable[..., Any]) -> Any:
-    def forward(
-        ctx: Any, a: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, call: Any, rest: Any
-    ) -> Any:
-        out = call(a, w, _operands(bias, residual))
-        setup(ctx, (a, w, bias, residual, *rest), out)
-        return out
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        a, w = ctx.saved_tensors
+        return grads(ctx.needs_input_grad, a, w, grad, geometry, policy)
 
-    body = {
-        "forward": staticmethod(forward),
-        "backward": staticmethod(lambda ctx, g: (*backward(ctx, g)[:4], None, None)),
-    }
-    return type(f"OpenconvPlanned{name}", (torch.autograd.Function,), body)
-
-
-_PlannedFprop = _planned("Fprop", _fprop_setup, _fprop_backward)
-_PlannedDgrad = _planned("Dgrad", _dgrad_setup, _dgrad_backward)
+    body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function: Any = type(f"OpenconvPlanned{direction.title()}", (torch.autograd.Function,), body)
+    apply: Callable[..., Tensor] = super(torch.autograd.Function, function).apply
+    return apply
 
 
 class _FpropTransformed(torch.autograd.Function):
