@@ -224,8 +224,9 @@ def _convolve(
             key = (
                 given[:-3], input.shape, input.stride(), input.dtype, input.get_device(), weight.shape,
                 weight.stride(), weight.dtype, weight.get_device(),
-                bias if bias is None else (bias.shape, bias.dtype, bias.get_device()),
-                residual if residual is None else (residual.shape, residual.dtype, residual.get_device()),
+                bias if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
+                residual if residual is None else (
+                    residual.shape, residual.stride(), residual.dtype, residual.get_device()),
                 grad_wanted(tensors),
             )  # fmt: skip
             found = _calls.get(key)
@@ -304,10 +305,13 @@ def _direct(input: Any, weight: Any, bias: Any, residual: Any) -> bool:
 def _planned(call: Arguments) -> Callable[..., Tensor]:
     """The call as its plan computes it, for tensors like its own."""
     plan = plan_call(call)
-    compute = plan.call
-    if plan.lean is not None and plan.takes(call.input, call.weight):
-        return plan.lean
-    if call.bias is None and call.residual is None:
+    compute, lean = plan.call, plan.lean
+    given = [tensor for tensor in (call.bias, call.residual) if tensor is not None]
+    if lean is not None and plan.takes(call.input, call.weight, given):
+        if len(given) == 1:
+            return lambda input, weight, bias, residual: lean(input, weight, residual if bias is None else bias)
+        return lean  # both in this order, or neither
+    if not given:
         return lambda input, weight, bias, residual: compute(input, weight, ())
 
     def run(input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:

@@ -110,8 +110,9 @@ class Plan:
     """A problem, the candidate chosen for it, and the compiled call: ``plan(a, b, operands)``.
 
     ``a`` and ``b`` are the two inputs of the pass; ``operands`` holds the epilogue's operands in its own order.
-    ``candidate`` is None where there is nothing to multiply. ``lean(a, b)``, where a GPU's engine alone computes the
-    result, is for inputs that lie as that engine takes them (:meth:`takes`).
+    ``candidate`` is None where there is nothing to multiply. ``lean(a, b, *operands)``, where a GPU's engine alone
+    computes the result, is for tensors that lie as that engine takes them (:meth:`takes`); without operands in the
+    epilogue it passes over what is given in their place.
     """
 
     problem: Problem
@@ -126,9 +127,10 @@ class Plan:
     def __call__(self, a: Tensor, b: Tensor, operands: Sequence[Tensor] = ()) -> Tensor:
         return self.call(a, b, operands)
 
-    def takes(self, a: Tensor, b: Tensor) -> bool:
-        """Whether the inputs are in the layouts of the engine."""
-        return all(in_layout(value, layout) for value, layout in zip((a, b), _input_layouts(self.core), strict=True))
+    def takes(self, a: Tensor, b: Tensor, operands: Sequence[Tensor] = ()) -> bool:
+        """Whether inputs and operands are in the layouts of the engine."""
+        layouts = *_input_layouts(self.core), *_operand_layouts(self.core)
+        return all(in_layout(value, layout) for value, layout in zip((a, b, *operands), layouts, strict=True))
 
     @property
     def candidate_name(self) -> str:
@@ -150,9 +152,10 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
     lean = None
     if isinstance(device, CudaDevice) and candidate.workspace:
         call = _within_memory(call, problem, device, policy, candidate)
-    elif isinstance(device, CudaDevice) and core == problem and not problem.epilogue.operands:
+    elif isinstance(device, CudaDevice) and core == problem and bias is None and rest.is_identity:
         lean = _lean_call(core, runner, device)
-        call = _bare_call(core, lean)
+        if not problem.epilogue.operands:
+            call = _bare_call(core, lean)
     return Plan(problem, core, device, policy, candidate, steps_of(problem, device, candidate), call, lean)
 
 
@@ -241,6 +244,12 @@ def _input_layouts(problem: Problem) -> tuple[str, str]:
     return problem.layouts[first], problem.layouts[second]
 
 
+def _operand_layouts(problem: Problem) -> list[str]:
+    """Of the epilogue's operands: the result's for one of its shape."""
+    whole = problem.layouts[problem.result]
+    return [whole if operand.kind == "tensor" else "nchw" for operand in problem.epilogue.operands]
+
+
 # What compiled code of PyTorch allocates with: on the current device, past the dispatcher, in half the time.
 _empty_cuda = getattr(guards, "_empty_strided_cuda", None)
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
@@ -251,14 +260,14 @@ def _lean_call(core: Problem, runner: Runner, device: CudaDevice) -> Callable[..
     as long as launching the kernel."""
     shape, dtype, index = core.result_shape, DTYPES[core.result_dtype], device.index
     strides = empty(shape, dtype, core.layouts[core.result], torch.device("meta")).stride()
-    allocate, current = _empty_cuda, _current_device
+    allocate, current, fused = _empty_cuda, _current_device, bool(core.epilogue.operands)
 
-    def run(a: Tensor, b: Tensor, *no_operands: Any) -> Tensor:
+    def run(a: Tensor, b: Tensor, *operands: Tensor) -> Tensor:
         if allocate is None or current is None or current() != index:
             out = torch.empty_strided(shape, strides, dtype=dtype, device=a.device)
         else:
             out = allocate(shape, strides, dtype)
-        runner(a, b, out, None, ())
+        runner(a, b, out, None, operands if fused else ())
         return out
 
     return run
@@ -293,8 +302,7 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
     complex_ = problem.dtypes[0].startswith("complex")
     finish = evaluator_(rest)
     plain = rest.is_identity and out_dtype == core_dtype and core.dtypes == problem.dtypes and not complex_
-    whole = memory_format(problem.rank + 2, out_layout)
-    forms = [whole if operand.kind == "tensor" else torch.contiguous_format for operand in core.epilogue.operands]
+    forms = [memory_format(problem.rank + 2, layout) for layout in _operand_layouts(core)]
     none = () if takes_epilogue else None
 
     def fused(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
