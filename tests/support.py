@@ -84,8 +84,7 @@ PROBLEMS = {
     "patches-cropped": "n1 c3 h11 w10 k5 r4 s4 stride4",
     "patches-3d": "n1 c3 d4 h6 w6 k8 t2 r3 s3 stride2,3,3",
     "patches-of-sixteen": "n2 c3 h32 w32 k12 r16 s16 stride16",
-    "patches-of-many": "n3 c3 h80 w48 k136 r16 s16 stride16",
-    "patches-3d-of-sixteen": "n2 c1 d4 h32 w48 k70 t2 r16 s16 stride2,16,16",
+    "patches-3d-of-sixteen": "n2 c1 d4 h16 w48 k7 t2 r16 s16 stride2,16,16",
     "patches-3d-of-eight": "n2 c2 d4 h8 w16 k9 t2 r4 s8 stride2,4,8",
     "octets-unpadded": "n2 c8 h6 w7 k10 r3 s3",
     # groups

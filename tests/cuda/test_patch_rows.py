@@ -29,6 +29,7 @@ LAST = (
     "n2 c3 d5 h34 w48 k24 t2 r16 s16 stride2,16,16",
     "n3 c16 h9 w7 k40 r2 s3 stride1,2",
     "n4 c8 h12 w11 k7 r4 s4",
+    "n2 c16 h8 w40 k301 r4 s1 stride4,1",
 )
 
 

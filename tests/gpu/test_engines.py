@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from openconv.engine import engines
+from openconv.cuda import patch_rows
+from openconv.engine import engine_named, engines
 from openconv.problem import DIRECTIONS, Problem
+from openconv.select import Candidate
 from tests.support import (
     EPILOGUES,
     LAYOUTS,
@@ -64,6 +66,17 @@ def test_every_setting_of_its_knobs_is_right(engine, direction, part):
     problems = list(taken(engine, directions=(direction,), dtypes=("f32", "f16"), layouts=LAYOUTS[:2]))
     for problem in problems[3 * part :: 3 * PARTS]:
         check_knobs(engine, problem)
+
+
+@each_part
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+def test_blocks_that_share_copies_are_right(layout, part):
+    engine = engine_named("cuda.patch_rows")
+    for text in ("n9 c3 h80 w64 k200 r16 s16 stride16", "n3 c3 d5 h48 w80 k77 t2 r16 s16 stride2,16,16"):
+        problem = make(text, "fprop", "f16", layout)
+        tiles = list(patch_rows._tiles(problem))
+        for tile in tiles[5 * part :: 5 * PARTS]:
+            check_engine(engine, problem, candidate=Candidate(engine, tile, 0.0, 0, engine.traits(problem, tile)))
 
 
 @each_engine

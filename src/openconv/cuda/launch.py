@@ -57,8 +57,7 @@ class TensorMap:
         """The driver's form of it, with some address."""
         from cuda.bindings import driver
 
-        kinds = driver.CUtensorMapSwizzle
-        swizzle = {32: kinds.CU_TENSOR_MAP_SWIZZLE_32B, 128: kinds.CU_TENSOR_MAP_SWIZZLE_128B}[self.swizzle]
+        swizzle = getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{self.swizzle}B")
         wide, narrow = driver.cuuint64_t, driver.cuuint32_t
         found, made = driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16, len(self.sizes), 1 << 20,

@@ -180,6 +180,8 @@ def _tiles(problem: Problem) -> Iterator[RowTile]:
     shape = _Shape(problem)
     for windows, most in _FILTERS.items():
         for filters in (32, *range(64, most + 1, 16)):
+            if shape.pixel_rows and filters // gcd(8, problem.k) > 2 * windows:  # a thread stores one column or more
+                continue
             for blocks in _CLUSTERS:
                 for stages in (8, 7, 6, 5, 4, 3, 2):
                     tile = RowTile(windows, filters, stages, *blocks)

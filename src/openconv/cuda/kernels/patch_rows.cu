@@ -272,8 +272,8 @@ patch_rows(const __grid_constant__ Params p) {
         bulk::sync_first<threads>();
         using Piece = Pack<Traits::Out, together>;
         constexpr int rows = pixel_rows ? windows : filters, across = (pixel_rows ? filters : windows) / together;
-        constexpr int between = threads / across,
-                      some = 4;  // a thread stays in its column, and takes some rows at a time
+        constexpr int between = threads / across, some = 4;
+        static_assert(between > 0, "a thread stays in its column, and takes some rows at a time");
         const int column = threadIdx.x % across * together;
         const bool stores = threadIdx.x < between * across;
         for (int first = stores ? threadIdx.x / across : rows; first < rows; first += some * between) {
