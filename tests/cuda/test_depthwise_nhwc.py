@@ -40,6 +40,8 @@ TILES = (
     "n1 c4 h15 w14 k4 r3 s4 stride2,3 pad3:1,2:4 dil2 g4",
     "n1 c3 h9 w8 k6 r3 s3 stride2 pad1 g3",
     "n1 c4 d5 h5 w6 k4 t3 r3 s2 stride2,1,2 pad1,0:1,1 dil1,2,1 g4",
+    "n1 c2 h13 w60 k2 r3 s3 pad2,24 dil2,24 g2",
+    "n1 c1 h16 w70 k3 r4 s9 stride4,21",
 )
 
 
@@ -47,6 +49,28 @@ TILES = (
 @pytest.mark.parametrize("text", WINDOWS + TILES)
 def test_right_on_layers(text, direction):
     check_engine(ENGINE, make(text, direction, "f16", "nhwc"))
+
+
+@pytest.mark.parametrize("direction", ["fprop", "dgrad"])
+@pytest.mark.parametrize("stride", [1, 2, 7, 16, 17, 33, 63, 64])
+@pytest.mark.parametrize("dilation", [1, 5, 21, 48, 63, 64])
+def test_every_tile_has_a_bit_for_each_column(direction, stride, dilation):
+    """As depthwise_nhwc_large.cu counts them, at every phase of the padding."""
+    backward = direction == "dgrad"
+    for taps in (2, 3, 9, 31):
+        problem = make(f"n1 c4 h40 w{30 * dilation + 9} k4 r9 s{taps} stride1,{stride} dil1,{dilation} g4", direction,
+                       "f16", "nhwc")  # fmt: skip
+        tiles = [each for each in depthwise_nhwc.knobs(problem, device_for("sm_90a")) if isinstance(each, Tile)]
+        assert tiles
+        for tile in tiles:
+            reach = (min(tile.chunk, taps) - 1) * dilation
+            spans = [(tile.strip - 1) * stride + reach + 1] if not backward else [
+                (tile.strip - 1 + phase) // stride + max(0, reach - phase) // stride + 1 for phase in range(stride)
+            ]  # fmt: skip
+            assert max(spans) <= 64, tile
+            assert not backward or (
+                tile.strip % stride == 0 and (tile.chunk >= taps or tile.chunk * dilation % stride == 0)
+            )
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

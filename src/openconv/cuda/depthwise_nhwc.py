@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, prod
+from math import ceil, gcd, prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -35,6 +35,7 @@ __all__ = ["Taps", "Tile", "Window", "build", "cost", "knobs", "refusals", "sour
 
 _DTYPES = ("f32", "f16", "bf16")
 _LARGEST = 31
+_SPAN = 64  # columns that a thread has a bit for
 _WINDOW = 7  # rows and columns of a filter that is unrolled as a whole
 _ALTERNATIVES = 12
 _REGISTERS = 65536  # of a multiprocessor
@@ -392,6 +393,12 @@ def _tile_columns(L: int, count: int, stride: int, dilation: int, phase: int, ba
     return {at // stride for at in met if at % stride == 0}
 
 
+def _tile_span(L: int, count: int, stride: int, dilation: int, backward: bool) -> int:
+    """Columns from the first to the last of those, at the phase that takes most."""
+    reach = (count - 1) * dilation
+    return (L + stride - 2) // stride + reach // stride + 1 if backward else (L - 1) * stride + reach + 1
+
+
 # -- the search space -----------------------------------------------------------------------------------------------
 
 
@@ -438,18 +445,21 @@ def _windows(problem: Problem, device: Device) -> Iterator[Window]:
 def _tiles(problem: Problem, device: Device) -> Iterator[Tile]:
     backward = problem.direction == "dgrad"
     stride, dilation, taps = problem.stride[-1], problem.dilation[-1], problem.filter[-1]
-    most = max(1, problem.filter[-2])
+    most, fits = max(1, problem.filter[-2]), False
     for channels in _vectors(problem, 2 if problem.dtypes[0] != "f32" else 4):
         for strip in (4, 7, 8):
             strip = ceil(strip / stride) * stride if backward else strip
             for rows in (2, 4) if most > 1 else (1,):
                 for wanted in (4, 5, 7, 8):
                     chunk = ceil(wanted / stride) * stride if backward else wanted
+                    if _tile_span(strip, min(chunk, taps), stride, dilation, backward) > _SPAN:
+                        continue
                     columns = len(_tile_columns(strip, min(chunk, taps), stride, dilation, 0, backward)) + 1
                     if rows * strip * channels + columns * channels * 1.5 <= 130 or (strip, rows, wanted) == (4, 2, 4):
+                        fits = True
                         yield Tile(channels, strip, rows, chunk)
-    if stride > 16:
-        yield Tile(1, stride if backward else 1, 1, stride if backward else 1)
+    if stride > 16 or not fits:
+        yield Tile(1, stride, 1, stride // gcd(stride, dilation)) if backward else Tile(1, 1, 1, 1)
 
 
 def _taps(problem: Problem, device: Device) -> Iterator[Taps]:

@@ -241,7 +241,8 @@ patch_rows(const __grid_constant__ Params p) {
         const auto start = [&](Operand& a, int step) { start_products(sum, a, ring + step % stages * stage_bytes); };
         const auto end = [&](Operand& a, int step) {
             end_products(sum, a);
-            // The stage may be filled again, if there is something to fill it with.
+            // The stage may be filled again, if there is something to fill it with, once all lanes have read.
+            __syncwarp();
             if (step + stages < p.steps && lane < peers) bulk::arrive(told, step % stages);
         };
         Operand even;
