@@ -501,10 +501,15 @@ def refusal(engine: Engine, problem: Problem) -> str:
 
 def candidates(engine: Engine, problem: Problem) -> Iterator[Candidate]:
     """The engine with each of its knobs, the default first."""
+    for knobs in engine.knobs(core_of(problem), this_device()):
+        yield with_knobs(engine, problem, knobs)
+
+
+def with_knobs(engine: Engine, problem: Problem, knobs: Any) -> Candidate:
+    """The engine with these knobs, whether or not they are among its own."""
     core, device = core_of(problem), this_device()
-    for knobs in engine.knobs(core, device):
-        workspace, traits = engine.workspace_bytes(core, device, knobs), engine.traits(core, knobs)
-        yield Candidate(engine, knobs, engine.cost(core, device, knobs), workspace, traits)
+    workspace, traits = engine.workspace_bytes(core, device, knobs), engine.traits(core, knobs)
+    return Candidate(engine, knobs, engine.cost(core, device, knobs), workspace, traits)
 
 
 def _poison(tensor: Tensor) -> Tensor:

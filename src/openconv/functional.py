@@ -1,10 +1,10 @@
 """conv1d to conv3d and conv_transpose1d to 3d, with torch's signatures and meaning.
 
-A call is checked once. The next one with the same metadata finds what the first came to: for plain tensors that need
-no gradient the plan itself, which runs without the dispatcher a few microseconds later; with a gradient the operators
-of :mod:`openconv.torch_ops`. From the third one on with the same filter, its tensors are compared in one call of C++.
-Calls that PyTorch wants to see (torch.compile, functorch, modes, subclasses, autocast, profiler) are checked every time
-and go through the operators.
+A call is checked once. The next one with the same metadata finds what the first came to: for plain tensors the plan
+itself, which runs without the dispatcher a few microseconds later, inside a function of autograd's where a gradient is
+wanted. From the third one on with the same filter, its tensors are compared in one call of C++. Calls that PyTorch
+wants to see (torch.compile, functorch, modes, subclasses, autocast, profiler) are checked every time and go through the
+operators.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import torch
 from openconv.cuda.depthwise_mma import DepthwiseMma, Rows, _Work
 from openconv.cuda.device import ARCHITECTURES, device_for
 from openconv.problem import Problem
-from openconv.select import Candidate
 from tests.support import (
     accepts,
     candidates,
@@ -19,6 +18,7 @@ from tests.support import (
     make,
     refusal,
     run_engine,
+    with_knobs,
 )
 
 ENGINE = DepthwiseMma()
@@ -42,10 +42,6 @@ STRIDED = (
     "n1 c8 h6 w40 k8 r3 s1 stride1,2 pad1,0 g8",
     "n1 c8 h20 w20 k8 r31 s17 stride2 pad15,8 g8",
 )
-
-
-def with_knobs(problem: Problem, knobs: Rows) -> Candidate:
-    return Candidate(ENGINE, knobs, 0.0, 0, ENGINE.traits(problem, knobs))
 
 
 @pytest.mark.parametrize("text", BOTH)
@@ -94,7 +90,7 @@ def test_the_epilogue_is_part_of_the_kernel(direction, text, epilogue):
 )
 def test_right_however_it_is_cut(text, knobs):
     problem = make(text, "fprop", "f16", "nhwc")
-    check_engine(ENGINE, problem, candidate=with_knobs(problem, knobs))
+    check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, knobs))
 
 
 def test_right_with_its_other_knobs():
@@ -112,7 +108,7 @@ def test_infinity_and_nan_stay_where_they_belong(value):
 
 def test_an_infinity_leaves_other_images_of_its_block_as_they_are():
     problem = make("n4 c8 h7 w7 k8 r5 s5 pad2 g8", "fprop", "f16", "nhwc")
-    candidate = with_knobs(problem, Rows(7, 4, 1, octets=1, warps=4))
+    candidate = with_knobs(ENGINE, problem, Rows(7, 4, 1, octets=1, warps=4))
     clean = run_engine(ENGINE, problem, candidate=candidate)
     x = clean.a.clone()
     x[2, 3, 1, 1] = math.inf

@@ -12,8 +12,6 @@ from openconv.cuda import depthwise_mma_wgrad
 from openconv.cuda.depthwise_mma import DepthwiseMma
 from openconv.cuda.depthwise_mma_wgrad import Gram
 from openconv.cuda.device import ARCHITECTURES, device_for
-from openconv.problem import Problem
-from openconv.select import Candidate
 from tests.support import (
     accepts,
     check_engine,
@@ -22,7 +20,7 @@ from tests.support import (
     refusal,
     run_engine,
     running_on,
-    this_device,
+    with_knobs,
 )
 
 ENGINE = DepthwiseMma()
@@ -48,12 +46,6 @@ LARGE = (
     "n1 c8 h16 w9 k8 r2 s31 pad0,15 g8",
     "n1 c8 h20 w22 k8 r13 s11 pad6,5 g8",
 )
-
-
-def with_knobs(problem: Problem, knobs: Gram) -> Candidate:
-    device = this_device()
-    workspace, traits = ENGINE.workspace_bytes(problem, device, knobs), ENGINE.traits(problem, knobs)
-    return Candidate(ENGINE, knobs, ENGINE.cost(problem, device, knobs), workspace, traits)
 
 
 @pytest.mark.parametrize("text", LAYERS + LARGE)
@@ -93,7 +85,7 @@ KNOBS = (
 @pytest.mark.parametrize("text, knobs", KNOBS)
 def test_right_with_knobs_of_every_kind(text, knobs):
     problem = make(text, "wgrad", "f16", "nhwc")
-    check_engine(ENGINE, problem, candidate=with_knobs(problem, knobs))
+    check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, knobs))
 
 
 def test_the_same_bits_every_time():

@@ -10,8 +10,7 @@ from openconv.cuda import jit
 from openconv.cuda.device import device_for
 from openconv.cuda.patch_rows import PatchRows, RowTile
 from openconv.problem import Problem
-from openconv.select import Candidate
-from tests.support import EPILOGUES, accepts, check_engine, check_plan, make, refusal
+from tests.support import EPILOGUES, accepts, check_engine, check_plan, make, refusal, with_knobs
 
 ENGINE = PatchRows()
 # Lines of windows that begin and end inside of a tile, filters that end inside of one, several images in a tile, images
@@ -33,10 +32,6 @@ LAST = (
 )
 
 
-def candidate(problem: Problem, tile: RowTile) -> Candidate:
-    return Candidate(ENGINE, tile, 0.0, 0, ENGINE.traits(problem, tile))
-
-
 def alone(problem: Problem) -> RowTile:
     """The default tile, sharing no copies: the emulator runs one block at a time."""
     return replace(ENGINE.knobs(problem, device_for("sm_90a"))[0], filter_blocks=1, window_blocks=1)
@@ -46,7 +41,7 @@ def alone(problem: Problem) -> RowTile:
 @pytest.mark.parametrize(("text", "layout"), [(t, "nchw") for t in WINDOWS] + [(t, "nhwc") for t in LAST])
 def test_right_on_windows(text, layout, dtype):
     problem = make(text, "fprop", dtype, layout)
-    check_engine(ENGINE, problem, candidate=candidate(problem, alone(problem)))
+    check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, alone(problem)))
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
@@ -55,7 +50,7 @@ def test_right_on_windows(text, layout, dtype):
 )
 def test_right_with_tiles(tile, layout):
     problem = make("n3 c3 h48 w80 k72 r16 s16 stride16", "fprop", "bf16", layout)
-    check_engine(ENGINE, problem, candidate=candidate(problem, tile))
+    check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, tile))
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)

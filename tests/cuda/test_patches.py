@@ -9,8 +9,7 @@ from openconv.cuda.device import device_for
 from openconv.cuda.patches import Patches, Tile
 from openconv.cuda.wgmma import product
 from openconv.problem import Problem
-from openconv.select import Candidate
-from tests.support import EPILOGUES, accepts, check_engine, check_plan, make, refusal
+from tests.support import EPILOGUES, accepts, check_engine, check_plan, make, refusal, with_knobs
 
 ENGINE = Patches()
 # Tiles that end inside of images, filters and depths; runs of several pieces; odd numbers of results.
@@ -32,10 +31,6 @@ NHWC = (
 )
 
 
-def candidate(problem: Problem, tile: Tile) -> Candidate:
-    return Candidate(ENGINE, tile, 0.0, 0, ENGINE.traits(problem, tile))
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize(("text", "layout"), [(t, "nchw") for t in NCHW] + [(t, "nhwc") for t in NHWC])
 def test_right_on_windows(text, layout, dtype):
@@ -46,7 +41,7 @@ def test_right_on_windows(text, layout, dtype):
 @pytest.mark.parametrize("tile", [Tile(64, 32, 3), Tile(128, 64, 4), Tile(192, 96, 5), Tile(64, 128, 6)], ids=str)
 def test_right_with_tiles(tile, layout):
     problem = make("n3 c3 h48 w80 k72 r16 s16 stride16", "fprop", "bf16", layout)
-    check_engine(ENGINE, problem, candidate=candidate(problem, tile))
+    check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, tile))
 
 
 def test_the_filter_may_be_in_the_other_layout_where_it_is_the_same():
