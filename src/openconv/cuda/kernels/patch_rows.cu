@@ -4,16 +4,16 @@
 //
 // `d` counts the elements of a window in the order of the filter's memory. Along the image's last axis `run` of them lie
 // side by side (S in nchw, S*C in nhwc): 32 bytes for a ViT-B/16. Copies of 32 bytes to where a product wants them take
-// five times as long as the product, whoever makes them. Here whole rows of the image are copied, `depth_rows` of them
-// for each line of windows as one piece, and the warps that multiply read their windows out of them by ldmatrix into
-// registers. Filters come by the tensor memory accelerator into the order that wgmma reads.
+// longer than the product, whoever makes them. Here whole rows of the image are copied, `depth_rows` of them for each
+// line of windows as one piece, and the warps that multiply read their windows out of them by ldmatrix into registers.
+// Filters come by the tensor memory accelerator into the order that wgmma reads.
 //
 // A tile of the result is `windows` x `filters`. Windows of all images are one sequence, of which a tile takes some side
-// by side; `slots` lines hold them wherever the first one lies. One warp asks for copies, as far ahead as the ring has
+// by side; `slots` lines hold them wherever the first one lies. Four warps ask for copies, as far ahead as the ring has
 // stages; each warpgroup multiplies 64 windows by all filters of the tile. A full stage is known by its bytes, an empty
-// one by the arrivals of all warps that read it. Blocks of a cluster, `filter_blocks` tiles of filters by `window_blocks`
-// tiles of windows, share copies: each asks for its part of the filters and for some of the lines, and has them sent to
-// all blocks that need them, since the second-level cache would be the limit otherwise.
+// one by the arrivals of all threads that read it. Blocks of a cluster, `filter_blocks` tiles of filters by
+// `window_blocks` tiles of windows, share copies: each asks for its part of the filters and for some of the lines, and
+// has them sent to all blocks that need them, since the second-level cache would be the limit otherwise.
 //
 // Of a ViT-B/16's patches (16 images: 3136 x 768 results, depth 768) a tile of 128 x 192 takes 8 products of 192 columns
 // for each of 12 steps: 100 tiles, 5.2 us at the rate of an H200. A block asks for 530 KB, 53 MB in all; clusters of
@@ -211,7 +211,7 @@ patch_rows(const __grid_constant__ Params p) {
 #pragma unroll
         for (int i = 0; i < stages; ++i) {
             bulk::init(full[i], 1);
-            bulk::init(empty[i], 4 * groups * peers);
+            bulk::init(empty[i], threads * peers);
         }
         bulk::publish();
     }
@@ -227,13 +227,10 @@ patch_rows(const __grid_constant__ Params p) {
         bring(p, tile, rank, warp - 4 * groups, lane, ring, full, empty);
         if (peers > 1) bulk::cluster_arrive();
     } else {
-        // Multiply. Lane i tells the i-th block that sends to this one: of the same filters, then of the same windows.
+        // Multiply.
         tensor::take_registers<multiplying>();
         float sum[filters / 2] = {};
-        const int mine = rank % filter_blocks, other = lane - window_blocks + (lane - window_blocks >= mine);
-        const int peer = lane < window_blocks ? mine + filter_blocks * lane : rank - mine + other;
-        const u32 told = bulk::of_block(empty[0], lane < peers ? peer : rank);
-        const int window = place(p, tile, warp, lane);
+        const int window = place(p, tile, warp, lane), mine = rank % filter_blocks;
         const auto read = [&](Operand& a, int step) {
             bulk::wait(full[step % stages], step / stages & 1);
             read_windows(a, ring + step % stages * stage_bytes + window, lane >= 16);
@@ -241,9 +238,13 @@ patch_rows(const __grid_constant__ Params p) {
         const auto start = [&](Operand& a, int step) { start_products(sum, a, ring + step % stages * stage_bytes); };
         const auto end = [&](Operand& a, int step) {
             end_products(sum, a);
-            // The stage may be filled again, if there is something to fill it with, once all lanes have read.
-            __syncwarp();
-            if (step + stages < p.steps && lane < peers) bulk::arrive(told, step % stages);
+            if (step + stages >= p.steps) return;
+            // This thread has read: blocks of the same filters may send again, and those of the same windows.
+#pragma unroll
+            for (int i = 0; i < window_blocks; ++i) bulk::arrive(empty[step % stages], mine + filter_blocks * i);
+#pragma unroll
+            for (int i = 1; i < filter_blocks; ++i)
+                bulk::arrive(empty[step % stages], rank - mine + (mine + i) % filter_blocks);
         };
         Operand even;
         if constexpr (both) {  // While products of one step run, the windows of the next are read.

@@ -40,15 +40,14 @@ __device__ __forceinline__ void wait(Barrier& barrier, int parity) {
         : "memory");
 }
 
-// The barrier at the same place of another block, and an arrival there, `further` barriers behind it.
-__device__ __forceinline__ u32 of_block(Barrier& barrier, int rank) {
-    u32 at;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(&barrier)), "r"(rank));
-    return at;
-}
-__device__ __forceinline__ void arrive(u32 barrier, int further) {
-    const u32 at = barrier + further * int(sizeof(Barrier));
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(at) : "memory");
+// An arrival at the barrier at the same place of another block.
+__device__ __forceinline__ void arrive(Barrier& barrier, int rank) {
+    asm volatile(
+        "{ .reg .b32 at; "
+        "mapa.shared::cluster.u32 at, %0, %1; "
+        "mbarrier.arrive.shared::cluster.b64 _, [at]; }" ::"r"(shared_address(&barrier)),
+        "r"(rank)
+        : "memory");
 }
 
 __device__ __forceinline__ void copy(void* to, const Map& map, Barrier& barrier, int blocks, int x, int y) {
@@ -86,8 +85,7 @@ __device__ __forceinline__ void init(Barrier&, int) {}
 __device__ __forceinline__ void publish() {}
 __device__ __forceinline__ void expect(Barrier&, int) {}
 __device__ __forceinline__ void wait(Barrier&, int) {}
-__device__ __forceinline__ u32 of_block(Barrier&, int) { return 0; }
-__device__ __forceinline__ void arrive(u32, int) {}
+__device__ __forceinline__ void arrive(Barrier&, int) {}
 __device__ __forceinline__ void copy(void*, const Map&, Barrier&, int, int, int) {}
 __device__ __forceinline__ void fetch_map(const Map&) {}
 __device__ __forceinline__ void copy_line(void*, const void*, int, Barrier&, int) {}
