@@ -55,22 +55,10 @@ class PatchRows(Engine):
     takes_epilogue = True
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
-        if not isinstance(device, CudaDevice) or device.capability != 90:
-            yield f"the device is {getattr(device, 'arch', device.name)}; its products are those of sm_90"
-        if problem.direction != "fprop":
-            yield f"the pass is {problem.direction}; wanted fprop"
-        if len(set(problem.dtypes)) > 1 or problem.dtypes[0] not in ("f16", "bf16"):
-            yield f"dtypes are {'*'.join(problem.dtypes)}; wanted f16 or bf16 for all tensors"
-        if problem.groups != 1:
-            yield f"groups is {problem.groups}; wanted 1"
+        yield from wgmma.refusals(problem, device)
         if len(set(problem.layouts)) > 1:
             yield f"layouts are {'*'.join(problem.layouts)}; wanted one for all tensors"
-        if any(low or high for low, high in problem.padding):
-            yield f"padding is {problem.padding}; wanted none"
-        if set(problem.dilation) != {1}:
-            yield f"dilation is {problem.dilation}; wanted 1"
         if problem.is_empty:
-            yield "a tensor is empty"
             return
         shape = _Shape(problem)
         if shape.run % 16 or shape.run > _DEPTH:
@@ -86,8 +74,7 @@ class PatchRows(Engine):
             yield f"{shape.out[2]} windows in a row of {shape.line} elements do not fit the multiprocessor's memory"
 
     def traits(self, problem: Problem, knobs: Any) -> Traits:
-        # A product of depth 16 cuts bits off rather than rounding: up to two units in the last place of its sum.
-        return Traits("f32", (problem.gemm.k / 8 + 32) * 2.0**-23)
+        return wgmma.traits(problem)
 
     def knobs(self, problem: Problem, device: Device) -> tuple[RowTile, ...]:
         found = sorted(_tiles(problem), key=lambda tile: self.cost(problem, device, tile))

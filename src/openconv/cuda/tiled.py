@@ -129,7 +129,8 @@ class Tiled(Engine):
         # Half of the products' rate: loads from shared memory share the way. Barriers and the halo add 2.5 ps a result.
         seconds = 2 * products / (0.5 * rate * working) + results * 2.5e-12 * device.flops / 51e12
         seconds = max(seconds, (inputs + outputs) / (0.85 * device.bandwidth))
-        return 2e-6 * (1 + wgrad) + seconds * (2.5 if wgrad and not apart else 1)
+        found = 2e-6 * (1 + wgrad) + seconds * (2.5 if wgrad and not apart else 1)
+        return found if wgrad else max(found, 3.7e-6 + 0.6e-6 * c)  # a block waits for one channel after the other
 
     def build(self, problem: Problem, device: Device, knobs: Tile) -> Runner:
         assert isinstance(device, CudaDevice)

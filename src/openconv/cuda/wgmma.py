@@ -2,7 +2,37 @@
 
 from __future__ import annotations
 
-__all__ = ["product"]
+from collections.abc import Iterator
+
+from ..device import Device
+from ..engine import Traits
+from ..problem import Problem
+from .device import CudaDevice
+
+__all__ = ["product", "refusals", "traits"]
+
+
+def refusals(problem: Problem, device: Device) -> Iterator[str]:
+    """What an engine needs that multiplies unpadded windows by these products; the layouts are its own matter."""
+    if not isinstance(device, CudaDevice) or device.capability != 90:
+        yield f"the device is {getattr(device, 'arch', device.name)}; its products are those of sm_90"
+    if problem.direction != "fprop":
+        yield f"the pass is {problem.direction}; wanted fprop"
+    if len(set(problem.dtypes)) > 1 or problem.dtypes[0] not in ("f16", "bf16"):
+        yield f"dtypes are {'*'.join(problem.dtypes)}; wanted f16 or bf16 for all tensors"
+    if problem.groups != 1:
+        yield f"groups is {problem.groups}; wanted 1"
+    if any(low or high for low, high in problem.padding):
+        yield f"padding is {problem.padding}; wanted none"
+    if set(problem.dilation) != {1}:
+        yield f"dilation is {problem.dilation}; wanted 1"
+    if problem.is_empty:
+        yield "a tensor is empty"
+
+
+def traits(problem: Problem) -> Traits:
+    """A product of depth 16 cuts bits off rather than rounding: up to two units in the last place of its sum."""
+    return Traits("f32", (problem.gemm.k / 8 + 32) * 2.0**-23)
 
 
 def product(columns: int, dtype: str, *, registers: bool = False) -> str:
