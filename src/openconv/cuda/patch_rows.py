@@ -86,12 +86,12 @@ class PatchRows(Engine):
         assert isinstance(device, CudaDevice)
         shape = _Shape(problem)
         depth = shape.run * shape.depth_rows
-        products = 2.0 * knobs.windows * knobs.filters * depth / (0.9 * device.half_flops / device.threads)
+        products = 2.0 * knobs.windows * knobs.filters * depth / (1.15 * device.half_flops / device.threads)
         windows = shape.slots(knobs.windows) * shape.slot_bytes
         asked = 2 * _DEPTH * knobs.filters / knobs.window_blocks + windows / knobs.filter_blocks
         step = max(products, asked / 75e9)
         turns = ceil(shape.blocks(knobs) / device.threads)
-        return 5.5e-6 + max(turns * (shape.steps * step + 4e-6), problem.min_bytes / (0.8 * device.bandwidth))
+        return 5.5e-6 + max(turns * (shape.steps * step + 3e-6), problem.min_bytes / (0.8 * device.bandwidth))
 
     def build(self, problem: Problem, device: Device, knobs: RowTile) -> Runner:
         assert isinstance(device, CudaDevice)

@@ -86,7 +86,7 @@ struct Tile {
 };
 
 // Four warps: all copies that this block asks for. Each lane has some lines of windows; lanes of a warp ask one after the
-// other, and those of four warps at the same time.
+// other, and those of four warps at the same time. The last warp, which has the fewest lines, asks for the filters.
 __device__ __forceinline__ void bring(const Params& p, const Tile& tile, int rank, int warp, int lane,
                                       unsigned char* ring, bulk::Barrier* full, bulk::Barrier* empty) {
     constexpr int part = filters / window_blocks;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void bring(const Params& p, const Tile& tile, int ran
         const int stage = step % stages;
         unsigned char* const to = ring + stage * stage_bytes;
         if (step >= stages) bulk::wait(empty[stage], (step / stages - 1) & 1);
-        if (warp == 0 && lane == 0) {
+        if (warp == 3 && lane == 0) {
             bulk::expect(full[stage], filter_bytes + tile.lines * slot_bytes);
             bulk::copy(to + first * 128, p.weights, full[stage], same_filters, step * 16 * deep, tile.filter + first);
         }
@@ -162,8 +162,10 @@ __device__ __forceinline__ void start_products(float (&sum)[filters / 2], const 
     tensor::group_commit();
 }
 
+// Until at most `Left` steps are under way, of which `a` is none.
+template <int Left>
 __device__ __forceinline__ void end_products(float (&sum)[filters / 2], Operand& a) {
-    tensor::group_wait<0>(sum);
+    tensor::group_wait<Left>(sum);
 #pragma unroll
     for (int k = 0; k < deep; ++k) tensor::keep(a[k]);
 }
@@ -236,10 +238,10 @@ patch_rows(const __grid_constant__ Params p) {
             read_windows(a, ring + step % stages * stage_bytes + window, lane >= 16);
         };
         const auto start = [&](Operand& a, int step) { start_products(sum, a, ring + step % stages * stage_bytes); };
-        const auto end = [&](Operand& a, int step) {
-            end_products(sum, a);
+        // This thread has read: blocks of the same filters may send again, and those of the same windows. It takes a
+        // while, so that products are asked for before.
+        const auto release = [&](int step) {
             if (step + stages >= p.steps) return;
-            // This thread has read: blocks of the same filters may send again, and those of the same windows.
 #pragma unroll
             for (int i = 0; i < window_blocks; ++i) bulk::arrive(empty[step % stages], mine + filter_blocks * i);
 #pragma unroll
@@ -247,25 +249,31 @@ patch_rows(const __grid_constant__ Params p) {
                 bulk::arrive(empty[step % stages], rank - mine + (mine + i) % filter_blocks);
         };
         Operand even;
-        if constexpr (both) {  // While products of one step run, the windows of the next are read.
+        if constexpr (both) {  // While products of one step run, the windows of the next are read and theirs asked for.
             Operand odd;
-            read(even, 0);
             for (int step = 0; step < p.steps; step += 2) {
+                read(even, step);
                 start(even, step);
-                if (step + 1 < p.steps) read(odd, step + 1);
-                end(even, step);
+                if (step > 0) {
+                    end_products<1>(sum, odd);
+                    release(step - 1);
+                }
                 if (step + 1 == p.steps) break;
+                read(odd, step + 1);
                 start(odd, step + 1);
-                if (step + 2 < p.steps) read(even, step + 2);
-                end(odd, step + 1);
+                end_products<1>(sum, even);
+                release(step);
             }
+            end_products<0>(sum, odd);
         } else {
             for (int step = 0; step < p.steps; ++step) {
                 read(even, step);
                 start(even, step);
-                end(even, step);
+                if (step > 0) release(step - 1);
+                end_products<0>(sum, even);
             }
         }
+        end_products<0>(sum, even);
         if (peers > 1) bulk::cluster_arrive();
 
         // Store.
