@@ -91,7 +91,7 @@ class PatchRows(Engine):
         asked = 2 * _DEPTH * knobs.filters / knobs.window_blocks + windows / knobs.filter_blocks
         step = max(products, asked / 75e9)
         turns = ceil(shape.blocks(knobs) / device.threads)
-        return 5.5e-6 + max(turns * (shape.steps * step + 3e-6), problem.min_bytes / (0.8 * device.bandwidth))
+        return 5.5e-6 + max(turns * (shape.steps * step + 4e-6), problem.min_bytes / (0.8 * device.bandwidth))
 
     def build(self, problem: Problem, device: Device, knobs: RowTile) -> Runner:
         assert isinstance(device, CudaDevice)
