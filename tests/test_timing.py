@@ -183,7 +183,7 @@ def test_three_rounds_are_enough_of_a_long_call_on_the_device():
 
 
 def test_overhead_is_the_time_until_the_call_returns():
-    found = overhead(lambda: time.sleep(1e-3), torch.device("cpu"))
+    [found] = overhead([lambda: time.sleep(1e-3)], torch.device("cpu"))
     assert 1e-3 <= found.p20 <= found.median < 20e-3
 
 
@@ -195,8 +195,17 @@ def test_overhead_of_a_long_call_takes_few_calls(monkeypatch):
         seen[0] += 1
 
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    assert overhead(call, torch.device("cpu")).median == 2.0
+    assert [found.median for found in overhead([call], torch.device("cpu"))] == [2.0]
     assert seen[0] == 4
+
+
+def test_overheads_take_turns():
+    seen: list[str] = []
+    found = overhead([lambda: seen.append("a"), lambda: seen.append("b")], torch.device("cpu"))
+    assert len(found) == 2
+    warmed = seen[6:]  # three calls each beforehand
+    assert seen[:6] == ["a"] * 3 + ["b"] * 3
+    assert warmed == (["a"] * 20 + ["b"] * 20) * 30
 
 
 def test_ceilings_are_measured_once():

@@ -194,6 +194,6 @@ def test_a_call_that_waits_is_timed_by_the_host():
 
 @alone
 def test_overhead_is_the_hosts_time_alone():
-    small, large = overhead(convolution(1, 8, 8), CUDA), overhead(convolution(64, 256, 56), CUDA)
+    small, large = overhead([convolution(1, 8, 8), convolution(64, 256, 56)], CUDA)
     assert 2e-6 < small.median < 200e-6
     assert 2e-6 < large.median < 200e-6  # the GPU needs 300 us for it

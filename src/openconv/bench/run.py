@@ -281,7 +281,10 @@ def measure(
         timings |= {name: Timing(took, took, took) for name, took in seen.once.items()}
         ceiling = ceilings(place, [rate_name(problem)])
         floor = roofline_floor(problem, ceiling)
-        costs = {name: overhead(those[0], place).median for name, those in calls.items()} if limits.overhead else {}
+        costs: dict[str, float] = {}
+        if limits.overhead:
+            hosts = overhead([those[0] for those in calls.values()], place)
+            costs = {name: timing.median for name, timing in zip(calls, hosts, strict=True)}
     return Record(
         suite=suite, label=label, problem=str(problem), chosen=found.chosen, heuristic=found.heuristic,
         source=found.source, seconds={name: asdict(timing) for name, timing in timings.items()},

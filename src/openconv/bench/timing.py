@@ -326,26 +326,31 @@ _BATCHES = 30
 _OVERHEAD_BUDGET = 0.5
 
 
-def overhead(call: _Call, device: torch.device) -> Timing:
-    """Seconds of the host's time that a call takes before it returns.
+def overhead(calls: Sequence[_Call], device: torch.device) -> list[Timing]:
+    """Seconds of the host's time that each of the calls takes before it returns.
 
-    Batches of 20 calls are timed, fewer where one takes long; on a GPU the batches wait for the queue to empty between
-    them and never within, so that the device's own time does not show. On the CPU it is the wall time of the call,
-    which is overhead only where the problem is tiny.
+    The calls take turns in batches of 20, fewer where one takes long, so that a host that slows down does so for all.
+    On a GPU the batches wait for the queue to empty between them and never within, so that the device's own time does
+    not show. On the CPU it is the wall time of the call, which is overhead only where the problem is tiny.
     """
     wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
-    once = _warmed(call, 3)
-    wait()
-    batch = max(1, min(_BATCH, int(_OVERHEAD_BUDGET / _BATCHES / max(once, 1e-9))))
-    samples: list[float] = []
-    begun = time.perf_counter()
-    while len(samples) < 3 or (len(samples) < _BATCHES and time.perf_counter() - begun < _OVERHEAD_BUDGET):
-        start = time.perf_counter()
-        for _ in range(batch):
-            call()
-        samples.append((time.perf_counter() - start) / batch)
+    batches: list[int] = []
+    for call in calls:
+        once = _warmed(call, 3)
         wait()
-    return Timing.of(samples)
+        batches.append(max(1, min(_BATCH, int(_OVERHEAD_BUDGET / _BATCHES / max(once, 1e-9)))))
+    samples: list[list[float]] = [[] for _ in calls]
+    begun, budget = time.perf_counter(), _OVERHEAD_BUDGET * len(calls)
+    for turn in range(_BATCHES):
+        if turn >= 3 and time.perf_counter() - begun >= budget:
+            break
+        for call, batch, mine in zip(calls, batches, samples, strict=True):
+            start = time.perf_counter()
+            for _ in range(batch):
+                call()
+            mine.append((time.perf_counter() - start) / batch)
+            wait()
+    return [Timing.of(mine) for mine in samples]
 
 
 def _nothing() -> None:

@@ -17,7 +17,8 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -86,8 +87,9 @@ class _Written:
         self.maps = [[ctypes.c_void_p(end - _MAP_BYTES * (maps - at)), 0] for at in range(maps)]
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.words))
         self.configuration = ctypes.create_string_buffer(configuration, len(configuration))
-        places = ctypes.addressof(self.configuration), function, ctypes.addressof(self._parameters), 0
-        self.arguments = tuple(map(ctypes.c_void_p, places))
+        # What byref() made is handed on as it is; a c_void_p would be converted at each call.
+        handle = ctypes.c_char.from_address(function)
+        self.arguments = ctypes.byref(self.configuration), ctypes.byref(handle), ctypes.byref(self._parameters), None
         self.stream = 0
 
 
@@ -202,10 +204,15 @@ def single(launch: Launch, size: int) -> Runner:
 
     def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
         first, second, to = a.data_ptr(), b.data_ptr(), out.data_ptr()
-        others = [operand.data_ptr() for operand in operands] if operands else ()
-        if (first | second | to) % size == 0 and not any(other % size for other in others):
-            launch(first, second, to, *others)
-            return
+        if not operands:
+            if (first | second | to) % size == 0:
+                launch(first, second, to)
+                return
+        else:
+            others = [operand.data_ptr() for operand in operands]
+            if reduce(or_, others, first | second | to) % size == 0:
+                launch(first, second, to, *others)
+                return
         kept = [aligned(tensor, size) for tensor in (a, b, out, *operands)]
         launch(*[tensor.data_ptr() for tensor in kept])
         if kept[2] is not out:
