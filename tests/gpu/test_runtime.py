@@ -15,6 +15,7 @@ import openconv
 from openconv import plan as plans
 from openconv.problem import Problem
 from openconv.reference import Reference, random_inputs
+from openconv.select import DEFAULT
 
 CUDA = torch.device("cuda")
 
@@ -179,6 +180,18 @@ print(float((out[0] - torch.nn.functional.conv2d(x, w, groups=4)).abs().max()) <
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "True", done.stderr
+
+
+def test_a_plan_is_built_by_a_thread_that_never_used_cuda():
+    problem = Problem.parse("fprop n2 c3 h32 w32 k64 r16 s16 stride16 f16 nchw")
+    device, built = plans.device_of(CUDA), []
+    if device.capability != 90:
+        pytest.skip("cuda.patch_rows, which encodes maps of tensors, is for sm_90")
+    policy = DEFAULT.but(engine="cuda.patch_rows")
+    worker = threading.Thread(target=lambda: built.append(plans.make_plan(problem, device, policy)))
+    worker.start()
+    worker.join()
+    assert len(built) == 1
 
 
 def test_gradients_modules_and_autocast():

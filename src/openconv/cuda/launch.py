@@ -102,7 +102,7 @@ class _Packs(threading.local):
 
 
 def _ensure_context(index: int) -> None:
-    """Of a thread that has not used CUDA yet: it has no context to launch in."""
+    """Of a thread that has not used CUDA yet: it has no context to launch or to encode maps in."""
     from cuda.bindings import driver
 
     torch.cuda.init()
@@ -147,6 +147,7 @@ class Launch:
         three = (*grid, 1, 1)[:3]
         if any(not 0 < size <= limit for size, limit in zip(three, limits, strict=True)):
             raise ValueError(f"{name}: grid is {tuple(grid)}; wanted sizes from 1 to {limits}")
+        _ensure_context(device.index)
         self._kernel = jit.kernel(source, device.arch, name)
         if shared > 48 << 10:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
