@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import openconv
 from openconv import plan as plans
+from openconv.cuda.device import CudaDevice
 from openconv.problem import Problem
 from openconv.reference import Reference, random_inputs
 from openconv.select import DEFAULT
@@ -185,6 +186,7 @@ print(float((out[0] - torch.nn.functional.conv2d(x, w, groups=4)).abs().max()) <
 def test_a_plan_is_built_by_a_thread_that_never_used_cuda():
     problem = Problem.parse("fprop n2 c3 h32 w32 k64 r16 s16 stride16 f16 nchw")
     device, built = plans.device_of(CUDA), []
+    assert isinstance(device, CudaDevice)
     if device.capability != 90:
         pytest.skip("cuda.patch_rows, which encodes maps of tensors, is for sm_90")
     policy = DEFAULT.but(engine="cuda.patch_rows")
