@@ -77,10 +77,10 @@ __device__ __forceinline__ void load_transposed(u32 (&to)[2], const void* row) {
                  : "memory");
 }
 
-// 4 or 16 bytes from global to shared memory without a register in between; zeros, and nothing read, unless `inside`.
+// 4, 8 or 16 bytes from global to shared memory without a register in between; zeros, and nothing read, unless `inside`.
 template <int Bytes>
 __device__ __forceinline__ void copy(void* to, const void* from, bool inside) {
-    static_assert(Bytes == 4 || Bytes == 16, "what cp.async copies here");
+    static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "what cp.async copies");
     const int read = inside ? Bytes : 0;
     if constexpr (Bytes == 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -88,9 +88,9 @@ __device__ __forceinline__ void copy(void* to, const void* from, bool inside) {
                      : "r"(shared_address(to)), "l"(from), "r"(read)
                      : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;"
                      :
-                     : "r"(shared_address(to)), "l"(from), "r"(read)
+                     : "r"(shared_address(to)), "l"(from), "r"(read), "n"(Bytes)
                      : "memory");
 }
 

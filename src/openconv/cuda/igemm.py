@@ -1,0 +1,348 @@
+"""cuda.igemm: implicit GEMM on tensor cores, all three passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, gcd, prod
+
+from torch import Tensor
+
+from ..device import Device
+from ..engine import Engine, Knobs, Runner, Traits
+from ..problem import DTYPE_BYTES, Problem
+from . import jit, render
+from .device import CudaDevice
+from .divide import divisor
+from .launch import Launch, aligned, pack, single
+
+__all__ = ["Igemm", "Tile"]
+
+_SHARED = 226 << 10  # bytes of a multiprocessor
+_REGISTERS = 1 << 16
+_ALTERNATIVES = 12
+_MOST_STRIDE = 16  # dgrad: as many phases an axis
+_MOST_WORKSPACE = 256 << 20
+
+# Results of a block, rows by columns, and its warps along both.
+_SHAPES = (
+    (128, 256, 2, 4), (256, 128, 4, 2), (128, 128, 2, 2), (256, 64, 4, 1), (64, 256, 1, 4), (128, 64, 2, 2),
+    (64, 128, 2, 2), (64, 64, 2, 2), (128, 32, 4, 1), (64, 32, 2, 1), (128, 16, 4, 1), (32, 128, 1, 4), (32, 64, 1, 2),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tile(Knobs):
+    """A block computes ``rows`` x ``columns`` results with ``warps_m`` x ``warps_n`` warps, ``depth`` terms of each sum
+    at a time, of which ``stages`` are on their way. ``splits`` blocks share the sum of a result."""
+
+    rows: int
+    columns: int
+    warps_m: int
+    warps_n: int
+    depth: int
+    stages: int
+    splits: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_n
+
+
+class Igemm(Engine):
+    """Convolution as a matrix product whose matrix of windows is never stored, on the tensor cores of sm_80 and later.
+
+        fprop   y[pixel, k]      = sum over tap, c of  x[window of the pixel, tap, c] * w[k, tap, c]
+        dgrad   dx[pixel, c]     = sum over tap, k of  dy[pixel that tap comes from, k] * w[k, tap, c]
+        wgrad   dw[k, (tap, c)]  = sum over pixels of  dy[pixel, k] * x[window of the pixel, tap, c]
+
+    A block brings pieces of both matrices from where they lie in the tensors into shared memory, several steps ahead,
+    and multiplies them from there. With a stride, dgrad computes each phase of dx from the taps that meet it, so that no
+    product has an inserted zero for a factor. Sums that are too few to fill the GPU are split, and the splits added up
+    in a fixed order.
+
+    Takes any convolution of images with channels last; wins wherever operations are the limit and Hopper's own
+    instructions are not there.
+    """
+
+    name = "cuda.igemm"
+    device = "cuda"
+    takes_epilogue = True
+
+    def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
+        if not isinstance(device, CudaDevice) or device.capability < 80:
+            yield f"the device is {getattr(device, 'arch', device.name)}; its products are those of sm_80 and later"
+        if len(set(problem.dtypes)) > 1 or problem.dtypes[0] not in ("f16", "bf16"):
+            yield f"dtypes are {'*'.join(problem.dtypes)}; wanted f16 or bf16 for all tensors"
+        if set(problem.layouts) != {"nhwc"}:
+            yield f"layouts are {'*'.join(problem.layouts)}; wanted nhwc for all tensors"
+        if problem.direction == "dgrad" and max(problem.stride) > _MOST_STRIDE:
+            yield f"stride is {problem.stride}; wanted at most {_MOST_STRIDE} in dgrad"
+        if problem.groups > 65535:
+            yield f"groups is {problem.groups}; wanted at most 65535"
+        if problem.is_empty:
+            yield "a tensor is empty"
+        elif max(problem.n * prod(problem.out), problem.n * prod(problem.spatial), prod(problem.w_shape)) >= 2**31:
+            yield "the pixels or the filters are too many for an int"
+
+    def traits(self, problem: Problem, knobs: Tile) -> Traits:
+        # Additions within an mma cut bits off rather than round: two units in the last place for every 16 products.
+        work = _Work(problem, knobs)
+        chain = ceil(work.steps / knobs.splits) * knobs.depth
+        error = (chain / 8 + 2 * knobs.splits + 16) * 2.0**-23
+        return Traits("f32", error, batch_invariant=problem.direction == "wgrad" or knobs.splits == 1)
+
+    def workspace_bytes(self, problem: Problem, device: Device, knobs: Tile) -> int:
+        return 4 * knobs.splits * prod(problem.result_shape) if knobs.splits > 1 else 0
+
+    def knobs(self, problem: Problem, device: Device) -> tuple[Tile, ...]:
+        return _knobs(problem, device)
+
+    def cost(self, problem: Problem, device: Device, knobs: Tile) -> float:
+        assert isinstance(device, CudaDevice)
+        return _Work(problem, knobs).seconds(device)
+
+    def build(self, problem: Problem, device: Device, knobs: Tile) -> Runner:
+        assert isinstance(device, CudaDevice)
+        work = _Work(problem, knobs)
+        sources = self.sources(problem, device, knobs)
+        name = "igemm_wgrad" if problem.direction == "wgrad" else "igemm_conv"
+        first = Launch(sources[0], name, device, work.grid, (knobs.threads,), work.params, work.shared)
+        if knobs.splits == 1:
+            return single(first, 16)
+        count = len(problem.epilogue.operands)
+        grid = (ceil(prod(problem.result_shape) / (work.sum_together * 256 // work.sum_rows)),)
+        second = Launch(sources[1], "igemm_sum", device, grid, (256,), work.sum_params, follows=True)
+        spare = (0,) * max(0, 1 - count) if problem.direction != "wgrad" else ()
+
+        def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
+            assert workspace is not None
+            a, b, result, *others = [aligned(each, 16) for each in (a, b, out, *operands)]
+            pointers = tuple([other.data_ptr() for other in others])
+            parts, to = workspace.data_ptr(), result.data_ptr()
+            first(a.data_ptr(), b.data_ptr(), to, *pointers, *spare, parts)
+            second(parts, to, *pointers)
+            if result is not out:
+                out.copy_(result)
+
+        return run
+
+    def sources(self, problem: Problem, device: Device, knobs: Tile) -> list[jit.Source]:
+        """What :meth:`build` compiles."""
+        work = _Work(problem, knobs)
+        file = "igemm_wgrad.cu" if problem.direction == "wgrad" else "igemm.cu"
+        made = [jit.Source(file, render.traits(problem, work.constants))]
+        if knobs.splits > 1:
+            constants: dict[str, int | bool | str] = {
+                "together": work.sum_together, "rows": work.sum_rows, "Products": "float",
+            }  # fmt: skip
+            made.append(jit.Source("igemm_sum.cu", render.traits(problem, constants)))
+        return made
+
+
+# -- how a problem is cut up ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """One axis of fprop or dgrad: ``count`` pixels of a phase, ``taps`` of each phase as (first of the filter, how
+    many, where the first reads)."""
+
+    numbers: tuple[int, ...]
+    count: int
+    taps: tuple[tuple[int, int, int], ...]
+
+
+def _axes(problem: Problem) -> list[_Axis]:
+    axes = []
+    each = zip(
+        problem.spatial, problem.out, problem.filter, problem.stride, problem.padding, problem.dilation, strict=True
+    )
+    for size, out, taps, stride, (pad, _), dilation in each:
+        if problem.direction == "fprop":
+            axes.append(_Axis((size, out, stride, 1, dilation, taps, 1), out, ((0, taps, -pad),)))
+            continue
+        # Position f + stride * i of dx meets tap r where f + pad - r * dilation is a multiple of the stride.
+        common = gcd(stride, dilation)
+        every, phases = stride // common, []
+        for phase in range(min(stride, size)):
+            met = [r for r in range(min(every, taps)) if (phase + pad - r * dilation) % stride == 0]
+            first = met[0] if met else 0
+            count = len(range(first, taps, every)) if met else 0
+            phases.append((first, count, (phase + pad - first * dilation) // stride if met else 0))
+        numbers = (out, size, 1, stride, -dilation // common, taps, every)
+        axes.append(_Axis(numbers, ceil(size / stride), tuple(phases)))
+    return axes
+
+
+class _Work:
+    """A problem and knobs as the kernels take them."""
+
+    def __init__(self, problem: Problem, knobs: Tile) -> None:
+        self.problem, self.knobs = problem, knobs
+        rank, groups = problem.rank, problem.groups
+        c, k, taps = problem.c // groups, problem.k // groups, prod(problem.filter)
+        constants: dict[str, int | bool | str] = {
+            "rank": rank, "depth": knobs.depth, "warps_m": knobs.warps_m, "warps_n": knobs.warps_n,
+            "stages": knobs.stages, "residents": self.residents, "parted": knobs.splits > 1, "Products": "float",
+        }  # fmt: skip
+        size = DTYPE_BYTES[problem.dtypes[0]]
+        piece = 16 // size
+        stage = knobs.depth * size * (knobs.rows + knobs.columns)
+        sums = 4 * knobs.rows * (knobs.columns + 8)
+        self.shared = max(knobs.stages * stage, sums)
+        if problem.direction == "wgrad":
+            pixels, columns = problem.n * prod(problem.out), taps * c
+            self.rows, self.columns, self.steps = k, columns, ceil(pixels / knobs.depth)
+            self.blocks_each = ceil(k / knobs.rows) * ceil(columns / knobs.columns) * groups
+            self.grid = (ceil(k / knobs.rows) * ceil(columns / knobs.columns), groups, knobs.splits)
+            constants |= {
+                "filters": knobs.rows, "columns": knobs.columns, "a_vector": gcd(piece, k), "b_vector": gcd(piece, c),
+                "together": gcd(4 if knobs.splits > 1 else 8, columns),
+            }  # fmt: skip
+            axes = zip(
+                problem.spatial, problem.stride, problem.padding, problem.dilation, problem.filter, problem.out,
+                strict=True,
+            )  # fmt: skip
+            numbers = [v for size, s, (pad, _), d, f, out in axes for v in (size, s, pad, d, f, *divisor(out))]
+            narrow = [pixels, c, k, problem.c, problem.k, columns, knobs.splits]
+            narrow += [*divisor(ceil(columns / knobs.columns)), *numbers]
+            self.params = pack(4, (prod(problem.w_shape),), narrow)
+            self.shared += 2 * knobs.depth * (16 if render.index_type(problem) == "int" else 32)
+            self.inner = columns
+        else:
+            fprop = problem.direction == "fprop"
+            channels, results = (c, k) if fprop else (k, c)
+            axes_ = _axes(problem)
+            span = channels if fprop else ceil(channels / knobs.depth) * knobs.depth
+            rows = problem.n * prod(axis.count for axis in axes_)
+            self.rows, self.columns, self.steps = rows, results, ceil(taps * span / knobs.depth)
+            phases = prod(len(axis.taps) for axis in axes_)
+            self.phases = phases
+            self.blocks_each = ceil(rows / knobs.rows) * ceil(results / knobs.columns) * groups * phases
+            self.grid = (ceil(rows / knobs.rows) * ceil(results / knobs.columns), groups, phases * knobs.splits)
+            self.shared += knobs.rows * (2 * (4 if render.index_type(problem) == "int" else 8) + 4 * rank)
+            counts = [len(axis.taps) for axis in axes_] + [1] * (3 - rank)
+            constants |= {
+                "pixels": knobs.rows, "filters": knobs.columns, "along": fprop,
+                "a_vector": gcd(piece, channels), "b_vector": gcd(piece, taps * c if fprop else c),
+                "together": gcd(4 if knobs.splits > 1 else 8, results),
+                "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],
+            }  # fmt: skip
+            total = {"fprop": (problem.c, problem.k), "dgrad": (problem.k, problem.c)}[problem.direction]
+            narrow = [rows, channels, results, *total, span, taps * c, c, knobs.splits]
+            narrow += divisor(ceil(results / knobs.columns))
+            for axis in axes_:
+                narrow += [*axis.numbers, *divisor(axis.count)]
+            narrow += [value for axis in axes_ for taps_ in axis.taps for value in taps_]
+            pointers = 4 + max(1, len(problem.epilogue.operands))
+            self.params = pack(pointers, (prod(problem.result_shape),), narrow)
+            self.inner = problem.result_channels
+        self.constants = constants
+
+    @property
+    def residents(self) -> int:
+        """Blocks that a multiprocessor holds, by registers: those of the sums, of two slices of operands, and of the
+        places that a thread copies from."""
+        tile = self.knobs
+        mt, nt = tile.rows // tile.warps_m // 16, tile.columns // tile.warps_n // 16
+        wanted = 8 * mt * nt + 8 * (mt + nt) + 56
+        return max(1, min(_REGISTERS // (tile.threads * min(255, wanted)), 4, _SHARED // self.stage_bytes))
+
+    @property
+    def stage_bytes(self) -> int:
+        tile = self.knobs
+        size = DTYPE_BYTES[self.problem.dtypes[0]]
+        return max(tile.stages * tile.depth * size * (tile.rows + tile.columns), 4 * tile.rows * (tile.columns + 8)) + 9 * tile.rows
+
+    @property
+    def sum_together(self) -> int:
+        return gcd(4, self.inner)
+
+    @property
+    def sum_rows(self) -> int:
+        return 8 if self.knobs.splits > 8 else 1
+
+    @property
+    def sum_params(self) -> bytes:
+        pointers = 2 + max(1, len(self.problem.epilogue.operands))
+        return pack(pointers, (prod(self.problem.result_shape),), (self.knobs.splits, self.inner))
+
+    def seconds(self, device: CudaDevice) -> float:
+        """Predicted time."""
+        problem, tile = self.problem, self.knobs
+        mt, nt = tile.rows // tile.warps_m // 16, tile.columns // tile.warps_n // 16
+        rate = device.half_flops * (0.6 if device.capability >= 90 else 0.9) / device.threads
+        # A slice of 16 x (mt * 16) x (nt * 16): products, or matrices of 512 bytes from shared memory at 128 a cycle.
+        products = 2.0 * tile.rows * tile.columns * tile.depth / rate
+        clock = 1.6e9
+        read = tile.warps_m * tile.warps_n * tile.depth / 16 * (mt + nt) * 4 / clock
+        filled = (tile.rows + tile.columns) * tile.depth * 2 / 128 / clock
+        step = max(products, read + filled, 0.1e-6)
+        steps = ceil(self.steps / tile.splits)
+        if problem.direction == "dgrad":
+            steps = ceil(steps / self.phases)
+        blocks = self.blocks_each * tile.splits
+        residents = self.residents
+        waves = ceil(blocks / (device.threads * residents))
+        together = min(residents, ceil(blocks / device.threads))
+        full, rest = divmod(blocks, device.threads * residents)
+        turns = full * residents + min(residents, ceil(rest / device.threads))
+        end = (tile.rows * tile.columns * 8 / 128 / clock) * 1.5
+        alone = 1.0 if together * tile.threads >= 256 else 1.3
+        busy = turns * (steps * step * alone + end) + waves * 1.5e-6
+        moved = problem.min_bytes + (2 * self.workspace(problem) if tile.splits > 1 else 0)
+        cached = blocks * steps * tile.depth * 2 * (tile.rows + tile.columns) / (1.3 * device.bandwidth)
+        extra = 2.5e-6 if tile.splits > 1 else 0.0
+        return 2.5e-6 + extra + max(busy, cached, moved / (0.8 * device.bandwidth))
+
+    def workspace(self, problem: Problem) -> int:
+        return 4 * self.knobs.splits * prod(problem.result_shape)
+
+
+@lru_cache(maxsize=512)
+def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
+    assert isinstance(device, CudaDevice)
+    seconds = {tile: _Work(problem, tile).seconds(device) for tile in _tiles(problem, device)}
+    return tuple(sorted(seconds, key=seconds.__getitem__)[:_ALTERNATIVES])
+
+
+def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
+    for rows, columns, warps_m, warps_n in _SHAPES:
+        for depth in (64, 32):
+            for stages in (4, 3):
+                tile = Tile(rows, columns, warps_m, warps_n, depth, stages)
+                if not _shares(problem, tile):
+                    continue
+                work = _Work(problem, tile)
+                if work.shared > min(_SHARED, device.shared_bytes):
+                    continue
+                yield tile
+                yield from _split(problem, tile, work, device)
+
+
+def _shares(problem: Problem, tile: Tile) -> bool:
+    """Whether the threads share the copies of a step evenly."""
+    piece = 16 // DTYPE_BYTES[problem.dtypes[0]]
+    across = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}[problem.direction]
+    for size, turned in zip((tile.rows, tile.columns), across, strict=True):
+        rows, pieces = (tile.depth, size // piece) if turned else (size, tile.depth // piece)
+        if tile.threads % pieces or rows % (tile.threads // pieces):
+            return False
+    return True
+
+
+def _split(problem: Problem, tile: Tile, work: _Work, device: CudaDevice) -> Iterator[Tile]:
+    """Splits that fill the GPU once or twice over, while each has some steps."""
+    slots = device.threads * work.residents
+    found: set[int] = set()
+    for waves in (1, 2):
+        count = waves * slots // work.blocks_each
+        if problem.direction != "wgrad":
+            count = min(count, 16)
+        found.add(min(count, work.steps // 4))
+    for count in sorted(found):
+        if count > 1 and 4 * count * prod(problem.result_shape) <= _MOST_WORKSPACE:
+            yield Tile(tile.rows, tile.columns, tile.warps_m, tile.warps_n, tile.depth, tile.stages, count)
+

@@ -1,0 +1,329 @@
+// Convolution and its image gradient as one matrix product on tensor cores; the matrix of windows is never stored.
+//
+//     out[m, n] = sum over taps and channels of  image[place(m) + offset(tap), channel] * filter[n, tap, channel]
+//
+// fprop: m are pixels of y, n filters, channels those of x. dgrad: m are pixels of dx, n its channels, channels are the
+// filters. With a stride, the pixels of dx fall into phases, each of which meets its own taps only: along an axis those
+// of phase f are f, f + stride, ..., and tap j of them is at i + offset + j * offset_step of dy for the i-th. So both
+// passes read the image at i * step + offset + j * offset_step, and phases are another axis of the grid.
+//
+// A block has `pixels` x `filters` results and goes through the depth, taps times channels, in steps. A thread brings
+// the pieces of 16 bytes of one column of a step's tiles: its place in the depth is one state for all its pixels.
+//   fprop   the filter lies along the depth in memory: the depth is cut without regard to taps
+//   dgrad   the filter lies across it: a step belongs to one tap, so that its rows are filters one after the other
+//
+// Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then `Windows`.
+//
+// Traits: rank, pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents, along (the filter lies
+// along the depth), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise),
+// phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for igemm_sum).
+
+#include "common/types.cuh"
+#include "common/divide.cuh"
+#include "common/epilogue.cuh"
+#include "common/follow.cuh"
+#include "common/igemm.cuh"
+#include "common/pointwise.cuh"
+#include "common/shared.cuh"
+#include "traits"
+
+using T = Traits::A;
+using Index = Traits::Index;
+using Sum = Traits::Products;  // of a tensor core: float or int
+constexpr int rank = Traits::rank, BM = Traits::pixels, BN = Traits::filters, BK = Traits::depth;
+constexpr int warps = Traits::warps_m * Traits::warps_n, threads = 32 * warps, stages = Traits::stages;
+constexpr int MT = BM / Traits::warps_m / 16, NT = BN / Traits::warps_n / 16;
+using ATile = igemm::Tile<T, BM, BK, true>;
+using BTile = igemm::Tile<T, BN, BK, Traits::along>;
+using Products = igemm::Warp<T, ATile, BTile, MT, NT, Sum>;
+constexpr int per_piece = ATile::per_piece, slices = BK * int(sizeof(T)) / 32;
+constexpr int stage_bytes = ATile::bytes + BTile::bytes, pitch = BN + 8;
+constexpr int ring_bytes = stages * stage_bytes > BM * pitch * 4 ? stages * stage_bytes : BM * pitch * 4;
+constexpr int a_rows = threads / ATile::pieces, a_count = BM / a_rows;      // rows apart, pieces of a thread
+constexpr int b_rows = threads / BTile::pieces, b_count = BTile::rows / b_rows;
+static_assert(MT * Traits::warps_m * 16 == BM && NT * Traits::warps_n * 16 == BN, "warps share the tile evenly");
+static_assert(a_count * a_rows == BM && b_count * b_rows == BTile::rows, "threads share the copies evenly");
+
+struct Axis {
+    int in, out;                 // sizes of image and result
+    int step, out_step;          // from one pixel of a phase to the next, in the image and in the result
+    int offset_step;             // from one tap of a phase to the next, in the image
+    int filter, filter_step;     // taps of the filter, and from one tap of a phase to the next
+    Divisor count;               // pixels of a phase
+};
+struct Taps {
+    int first, count, offset;  // of a phase: its first tap of the filter, how many, and where the first reads
+};
+constexpr int phase_counts[3] = {Traits::phases_0, Traits::phases_1, Traits::phases_2};
+constexpr int all_taps = phase_counts[0] + (rank > 1 ? phase_counts[1] : 0) + (rank > 2 ? phase_counts[2] : 0);
+
+struct Params {
+    const T* image;
+    const Traits::B* filter;
+    Traits::Out* out;
+    const void* operands[Traits::Epilogue::count ? Traits::Epilogue::count : 1];
+    Sum* parts;
+    i64 results;                 // elements of the result
+    int rows;                    // pixels of a phase in all images
+    int channels, results_each;  // of a group: what is summed over, and channels of the result
+    int image_pixel, out_pixel;  // elements of a pixel, all groups
+    int span;                    // channels of a tap as the depth counts them
+    int filter_row, filter_tap;  // elements from one filter to the next, and from one tap to the next
+    int splits;
+    Divisor tiles_n;
+    Axis axis[rank];
+    Taps taps[all_taps];
+};
+
+// The phase of a block: which taps it has along each axis.
+struct Phase {
+    Taps taps[rank];
+    int at[rank], count;
+
+    __device__ __forceinline__ Phase(int phase, const Params& p) : count(1) {
+        int base = all_taps;
+#pragma unroll
+        for (int i = rank - 1; i >= 0; --i) {
+            base -= phase_counts[i];
+            at[i] = phase_counts[i] > 1 ? phase % phase_counts[i] : 0;
+            phase = phase_counts[i] > 1 ? phase / phase_counts[i] : phase;
+            taps[i] = p.taps[base + at[i]];
+            count *= taps[i].count;
+        }
+    }
+};
+
+// A place in the depth, as a thread goes through it: tap j of each axis, and a channel.
+struct Depth {
+    int j[rank], channel;
+
+    __device__ __forceinline__ Depth(int at, const Phase& phase, const Params& p) {
+        int tap = at / p.span;
+        channel = at - tap * p.span;
+#pragma unroll
+        for (int i = rank - 1; i > 0; --i) {
+            const int next = tap / max(1, phase.taps[i].count);
+            j[i] = tap - next * phase.taps[i].count;
+            tap = next;
+        }
+        j[0] = tap;
+    }
+    // Whether the tap is another one.
+    __device__ __forceinline__ bool advance(int by, const Phase& phase, const Params& p) {
+        channel += by;
+        if (channel < p.span) return false;
+        while (channel >= p.span) {
+            channel -= p.span;
+#pragma unroll
+            for (int i = rank - 1; i >= 0; --i) {
+                if (++j[i] < phase.taps[i].count || i == 0) break;
+                j[i] = 0;
+            }
+        }
+        return true;
+    }
+    __device__ __forceinline__ bool inside(const Phase& phase) const { return j[0] < phase.taps[0].count; }
+};
+
+// The pixels of a block: where their windows begin in the image, as an element and as a place, and where the results go,
+// -1 of those that are not there. In shared memory, since registers are full of sums.
+struct Windows {
+    Index base[BM], result[BM];
+    int at[rank][BM];
+
+    __device__ __forceinline__ void fill(int first_m, int first_n, int group, const Phase& phase, const Params& p) {
+        for (int row = threadIdx.x; row < BM; row += threads) {
+            int m = first_m + row;
+            const bool there = m < p.rows;
+            bool stored = there;
+            m = there ? m : 0;
+            Index from = group * p.channels, to = group * p.results_each + first_n;
+            Index in_size = p.image_pixel, out_size = p.out_pixel;
+#pragma unroll
+            for (int i = rank - 1; i >= 0; --i) {
+                const Axis& axis = p.axis[i];
+                const int pixel = axis.count.split(m), in = pixel * axis.step, out = pixel * axis.out_step + phase.at[i];
+                at[i][row] = there ? in : -(1 << 29);
+                stored = stored && out < axis.out;
+                from += in_size * in;
+                to += out_size * out;
+                in_size *= axis.in;
+                out_size *= axis.out;
+            }
+            base[row] = from + in_size * m;  // what is left is the image
+            result[row] = stored ? to + out_size * m : Index(-1);
+        }
+    }
+};
+
+// What a thread brings of each step: a column of pieces of the image, and one of the filter.
+struct Copies {
+    static constexpr int count = a_count + b_count;
+    static constexpr bool whole = Traits::a_vector == per_piece;
+
+    const Params& p;
+    const Phase& phase;
+    const Windows& windows;
+    int a_piece, a_row, b_piece, b_row;
+    Depth depth;
+    Index delta;        // from a pixel's base to what the step reads of it
+    u32 valid;          // pixels for which the tap is inside of the image
+    int filter_at;      // along: the piece's place in a filter; across: the first filter of the step
+    Index filter_from;  // of the first piece
+
+    __device__ __forceinline__ Copies(const Windows& windows, int first_n, int group, int begin, const Phase& phase,
+                                      const Params& p)
+        : p(p), phase(phase), windows(windows), a_piece(threadIdx.x % ATile::pieces),
+          a_row(threadIdx.x / ATile::pieces), b_piece(threadIdx.x % BTile::pieces),
+          b_row(threadIdx.x / BTile::pieces), depth(begin * BK + a_piece * per_piece, phase, p) {
+        if constexpr (Traits::along) {
+            filter_at = begin * BK + b_piece * per_piece;
+            filter_n = first_n + b_row;
+            filter_from = Index(group * p.results_each + filter_n) * p.filter_row + filter_at;
+        } else {
+            filter_n = first_n + b_piece * per_piece;
+            filter_from = Index(group) * p.channels * p.filter_row + filter_n;
+        }
+        look();
+    }
+
+    // The tap that the depth is at.
+    __device__ __forceinline__ void look() {
+        Index to = 0;
+        int offset[rank];
+#pragma unroll
+        for (int k = 0; k < rank; ++k) {
+            offset[k] = phase.taps[k].offset + depth.j[k] * p.axis[k].offset_step;
+            to = to * p.axis[k].in + offset[k];
+        }
+        delta = to * p.image_pixel;
+        valid = 0;
+#pragma unroll
+        for (int i = 0; i < a_count; ++i) {
+            bool inside = depth.inside(phase);
+#pragma unroll
+            for (int k = 0; k < rank; ++k)
+                inside &= unsigned(windows.at[k][a_row + i * a_rows] + offset[k]) < unsigned(p.axis[k].in);
+            valid |= u32(inside) << i;
+        }
+    }
+
+    __device__ __forceinline__ void prepare(int) const {}
+
+    __device__ __forceinline__ void copy(char* tiles, int i) {
+        if (i < a_count)
+            image(tiles + ATile::place<a_rows>(a_row, a_piece, i), i);
+        else
+            filter(tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i - a_count), i - a_count);
+    }
+
+    __device__ __forceinline__ void end() {
+        if constexpr (Traits::along) {
+            filter_at += BK;
+            filter_from += BK;
+        }
+        if (depth.advance(BK, phase, p)) look();
+    }
+
+  private:
+    int filter_n;  // along: the first filter; across: the piece's first channel of the result
+
+    __device__ __forceinline__ void image(char* to, int i) {
+        const int row = a_row + i * a_rows;
+        const Index base = windows.base[row];
+        if constexpr (whole) {
+            const bool inside = valid >> i & 1 && (Traits::along || depth.channel < p.channels);
+            igemm::bring<per_piece>(to, p.image + (base + delta + depth.channel), inside);
+        } else {  // vectors of a piece may belong to different taps
+            Depth part = depth;
+#pragma unroll
+            for (int v = 0; v < per_piece; v += Traits::a_vector) {
+                Index from = 0;
+                bool inside = part.inside(phase) && part.channel < p.channels;
+#pragma unroll
+                for (int k = 0; k < rank; ++k) {
+                    const int offset = phase.taps[k].offset + part.j[k] * p.axis[k].offset_step;
+                    from = from * p.axis[k].in + offset;
+                    inside &= unsigned(windows.at[k][row] + offset) < unsigned(p.axis[k].in);
+                }
+                igemm::bring<Traits::a_vector>(to + v * int(sizeof(T)),
+                                               p.image + (base + from * p.image_pixel + part.channel), inside);
+                part.advance(Traits::a_vector, phase, p);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void filter(char* to, int i) {
+        bool inside;
+        Index from = filter_from;
+        int left;  // elements that are there from the first of the piece on
+        if constexpr (Traits::along) {
+            inside = filter_n + i * b_rows < p.results_each;
+            left = phase.count * p.span - filter_at;
+            from += Index(i * b_rows) * p.filter_row;
+        } else {
+            int tap = 0;
+#pragma unroll
+            for (int k = 0; k < rank; ++k)
+                tap = tap * p.axis[k].filter + phase.taps[k].first + depth.j[k] * p.axis[k].filter_step;
+            const int row = depth.channel - a_piece * per_piece + b_row + i * b_rows;
+            inside = row < p.channels;
+            left = p.results_each - filter_n;
+            from += Index(row) * p.filter_row + Index(tap) * p.filter_tap;
+        }
+#pragma unroll
+        for (int v = 0; v < per_piece; v += Traits::b_vector)
+            igemm::bring<Traits::b_vector>(to + v * int(sizeof(T)), p.filter + (from + v), inside && v < left);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(threads, Traits::residents)
+igemm_conv(const __grid_constant__ Params p) {
+    DYNAMIC_SHARED(memory);
+    char* const ring = reinterpret_cast<char*>(memory);
+    Windows& windows = *reinterpret_cast<Windows*>(memory + ring_bytes);
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    if constexpr (Traits::parted) let_next_start();
+
+    // Place.
+    int tile_m = blockIdx.x;
+    const int first_n = p.tiles_n.split(tile_m) * BN, first_m = tile_m * BM, group = blockIdx.y;
+    const int split = blockIdx.z % p.splits;
+    const Phase phase(blockIdx.z / p.splits, p);
+    const int all_steps = (phase.count * p.span + BK - 1) / BK;
+    const int begin = int(i64(all_steps) * split / p.splits), end = int(i64(all_steps) * (split + 1) / p.splits);
+
+    windows.fill(first_m, first_n, group, phase, p);
+    __syncthreads();  // `Copies` looks at them
+
+    // Load and compute.
+    Copies copies(windows, first_n, group, begin, phase, p);
+    Products products(warp % Traits::warps_m * MT * 16, warp / Traits::warps_m * NT * 16, lane);
+    igemm::steps<stages, slices>(products, copies, ring, stage_bytes, end - begin);
+
+    // Store: through shared memory, so that a row's results leave side by side.
+    Sum* const sums = reinterpret_cast<Sum*>(ring);
+    products.store(sums, pitch);
+    __syncthreads();
+    constexpr int V = Traits::together, across = BN / V;
+    for (int i = thread; i < BM * across; i += threads) {
+        const int row = i / across, n = i % across * V;
+        const Index at = windows.result[row];
+        if (at < 0 || first_n + n >= p.results_each) continue;
+        if constexpr (Traits::parted) {
+            Pack<Sum, V> part;
+#pragma unroll
+            for (int k = 0; k < V; ++k) part.value[k] = sums[row * pitch + n + k];
+            store(p.parts + split * p.results + at + n, part);
+        } else {
+            Traits::Sum value[V];
+#pragma unroll
+            for (int k = 0; k < V; ++k) value[k] = Traits::Sum(sums[row * pitch + n + k]);
+            Traits::Epilogue::apply<V, true>(value, p.operands, group * p.results_each + first_n + n, at + n);
+            Pack<Traits::Out, V> result;
+#pragma unroll
+            for (int k = 0; k < V; ++k) result.value[k] = Traits::Out(value[k]);
+            store(p.out + at + n, result);
+        }
+    }
+}

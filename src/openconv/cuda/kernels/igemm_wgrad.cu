@@ -1,0 +1,202 @@
+// The filter gradient as one matrix product on tensor cores; the matrix of windows is never stored.
+//
+//     dw[k, (tap, c)] = sum over pixels of  dy[pixel, k] * x[place(pixel) + offset(tap), c]
+//
+// A block has `filters` x `columns` results, columns counting taps and channels as they lie in dw, and goes through its
+// share of the pixels in steps. Both operands lie across the depth: a row of a tile is a pixel. A thread brings the
+// pieces of 16 bytes of one column of a step's tiles: its tap and channels stay the same, its pixels move on.
+//
+// The pixels are shared between `splits` blocks, whose sums igemm_sum adds up in a fixed order.
+//
+// Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then the windows of two
+// steps' pixels.
+//
+// Traits: rank, filters, columns, depth (pixels of a step), warps_m, warps_n, stages, residents, a_vector, b_vector
+// (elements that lie side by side and aligned), together (results likewise), parted (sums go to `parts`).
+
+#include "common/types.cuh"
+#include "common/divide.cuh"
+#include "common/follow.cuh"
+#include "common/igemm.cuh"
+#include "common/shared.cuh"
+#include "traits"
+
+using T = Traits::A;
+using Index = Traits::Index;
+using Sum = Traits::Products;
+constexpr int rank = Traits::rank, BM = Traits::filters, BN = Traits::columns, BK = Traits::depth;
+constexpr int warps = Traits::warps_m * Traits::warps_n, threads = 32 * warps, stages = Traits::stages;
+constexpr int MT = BM / Traits::warps_m / 16, NT = BN / Traits::warps_n / 16;
+using ATile = igemm::Tile<T, BM, BK, false>;
+using BTile = igemm::Tile<T, BN, BK, false>;
+using Products = igemm::Warp<T, ATile, BTile, MT, NT, Sum>;
+constexpr int per_piece = ATile::per_piece, slices = BK * int(sizeof(T)) / 32;
+constexpr int stage_bytes = ATile::bytes + BTile::bytes, pitch = BN + 8;
+constexpr int ring_bytes = stages * stage_bytes > BM * pitch * 4 ? stages * stage_bytes : BM * pitch * 4;
+constexpr int a_rows = threads / ATile::pieces, a_count = BK / a_rows;  // rows apart, pieces of a thread
+constexpr int b_rows = threads / BTile::pieces, b_count = BK / b_rows;
+constexpr int b_parts = per_piece / Traits::b_vector;
+static_assert(MT * Traits::warps_m * 16 == BM && NT * Traits::warps_n * 16 == BN, "warps share the tile evenly");
+static_assert(BK <= threads, "a thread prepares one pixel of a step");
+static_assert(a_count * a_rows == BK && b_count * b_rows == BK, "threads share the copies evenly");
+
+struct Axis {
+    int in, stride, pad, dilation, filter;
+    Divisor out;
+};
+
+struct Params {
+    const T* image;
+    const Traits::B* gradient;
+    Traits::Out* out;
+    Sum* parts;
+    i64 results;                      // elements of dw
+    int pixels;                       // of y, in all images
+    int channels, filters;            // of a group
+    int image_pixel, gradient_pixel;  // elements of a pixel, all groups
+    int columns;                      // taps times channels of a group
+    int splits;
+    Divisor tiles_n;
+    Axis axis[rank];
+};
+
+// Where the window of a pixel begins, as an element and as a place; outside of the image if the pixel is not there.
+struct alignas(16) Window {
+    Index base;
+    int at[rank];
+};
+
+// What a thread brings of each step: a column of filters of dy, and a column of x that belongs to a tap, or to several
+// where vectors are short.
+struct Copies {
+    static constexpr int count = a_count + b_count;
+
+    const Params& p;
+    Window (*windows)[BK];     // of the pixels of a step, of two steps in turn
+    int a_piece, a_row, b_piece, b_row;
+    int first, step;           // the first pixel of all steps; the step that is asked for next
+    int k;                     // the first filter of the piece
+    Index from;                // dy of the thread's first pixel
+    int offset[b_parts][rank];  // of a column's tap, as a place in the image
+    Index delta[b_parts];      // and as a way to it, with the channel
+
+    __device__ __forceinline__ Copies(Window (*windows)[BK], int first_m, int first_n, int group, int begin,
+                                      const Params& p)
+        : p(p), windows(windows), a_piece(threadIdx.x % ATile::pieces), a_row(threadIdx.x / ATile::pieces),
+          b_piece(threadIdx.x % BTile::pieces), b_row(threadIdx.x / BTile::pieces), first(begin * BK), step(0),
+          k(first_m + a_piece * per_piece) {
+        from = Index(first + a_row) * p.gradient_pixel + group * p.filters + k;
+#pragma unroll
+        for (int part = 0; part < b_parts; ++part) {
+            const int column = first_n + b_piece * per_piece + part * Traits::b_vector;
+            const bool there = column < p.columns;
+            int tap = column / p.channels;
+            delta[part] = group * p.channels + (column - tap * p.channels);
+            Index size = p.image_pixel;
+#pragma unroll
+            for (int i = rank - 1; i >= 0; --i) {
+                const int next = tap / p.axis[i].filter;
+                const int place = (tap - next * p.axis[i].filter) * p.axis[i].dilation - p.axis[i].pad;
+                offset[part][i] = there ? place : -(1 << 29);  // twice that is still an int
+                delta[part] += size * place;
+                size *= p.axis[i].in;
+                tap = next;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void prepare(int step) const {
+        if (const int row = threadIdx.x; row < BK) {
+            int rest = first + step * BK + row;
+            const bool there = rest < p.pixels;
+            rest = there ? rest : 0;
+            Window& window = windows[step % 2][row];
+            Index base = 0, size = p.image_pixel;
+#pragma unroll
+            for (int j = rank - 1; j >= 0; --j) {
+                const int at = p.axis[j].out.split(rest) * p.axis[j].stride;
+                window.at[j] = there ? at : -(1 << 29);
+                base += size * at;
+                size *= p.axis[j].in;
+            }
+            window.base = base + size * rest;  // what is left is the image
+        }
+    }
+
+    __device__ __forceinline__ void copy(char* tiles, int i) {
+        if (i < a_count)
+            gradient(tiles + ATile::place<a_rows>(a_row, a_piece, i), i);
+        else
+            image(tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i - a_count), i - a_count);
+    }
+
+    __device__ __forceinline__ void end() {
+        ++step;
+        from += Index(BK) * p.gradient_pixel;
+    }
+
+  private:
+    __device__ __forceinline__ void gradient(char* to, int i) {
+        const bool inside = first + step * BK + a_row + i * a_rows < p.pixels;
+#pragma unroll
+        for (int v = 0; v < per_piece; v += Traits::a_vector)
+            igemm::bring<Traits::a_vector>(to + v * int(sizeof(T)),
+                                           p.gradient + (from + Index(i * a_rows) * p.gradient_pixel + v),
+                                           inside && k + v < p.filters);
+    }
+
+    __device__ __forceinline__ void image(char* to, int i) {
+        const Window window = windows[step % 2][b_row + i * b_rows];
+#pragma unroll
+        for (int part = 0; part < b_parts; ++part) {
+            bool inside = true;
+#pragma unroll
+            for (int j = 0; j < rank; ++j)
+                inside &= unsigned(window.at[j] + offset[part][j]) < unsigned(p.axis[j].in);
+            igemm::bring<Traits::b_vector>(to + part * Traits::b_vector * int(sizeof(T)),
+                                           p.image + (window.base + delta[part]), inside);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(threads, Traits::residents)
+igemm_wgrad(const __grid_constant__ Params p) {
+    DYNAMIC_SHARED(memory);
+    char* const ring = reinterpret_cast<char*>(memory);
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    if constexpr (Traits::parted) let_next_start();
+
+    // Place.
+    int tile_m = blockIdx.x;
+    const int first_n = p.tiles_n.split(tile_m) * BN, first_m = tile_m * BM;
+    const int group = blockIdx.y, split = blockIdx.z;
+    const int all_steps = (p.pixels + BK - 1) / BK;
+    const int begin = int(i64(all_steps) * split / p.splits), end = int(i64(all_steps) * (split + 1) / p.splits);
+
+    // Load and compute.
+    Copies copies(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), first_m, first_n, group, begin, p);
+    Products products(warp % Traits::warps_m * MT * 16, warp / Traits::warps_m * NT * 16, lane);
+    igemm::steps<stages, slices>(products, copies, ring, stage_bytes, end - begin);
+
+    // Store: through shared memory, so that a row's results leave side by side.
+    Sum* const sums = reinterpret_cast<Sum*>(ring);
+    products.store(sums, pitch);
+    __syncthreads();
+    constexpr int V = Traits::together, across = BN / V;
+    for (int i = thread; i < BM * across; i += threads) {
+        const int row = i / across, n = i % across * V;
+        if (first_m + row >= p.filters || first_n + n >= p.columns) continue;
+        const i64 at = i64(group * p.filters + first_m + row) * p.columns + first_n + n;
+        if constexpr (Traits::parted) {
+            Pack<Sum, V> part;
+#pragma unroll
+            for (int j = 0; j < V; ++j) part.value[j] = sums[row * pitch + n + j];
+            store(p.parts + split * p.results + at, part);
+        } else {
+            Pack<Traits::Out, V> result;
+#pragma unroll
+            for (int j = 0; j < V; ++j) result.value[j] = Traits::Out(sums[row * pitch + n + j]);
+            store(p.out + at, result);
+        }
+    }
+}
