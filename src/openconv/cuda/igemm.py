@@ -222,10 +222,11 @@ class _Work:
             self.phases = phases
             self.blocks_each = ceil(rows / knobs.rows) * ceil(results / knobs.columns) * groups * phases
             self.grid = (ceil(rows / knobs.rows) * ceil(results / knobs.columns), groups, phases * knobs.splits)
-            self.shared += knobs.rows * (2 * (4 if render.index_type(problem) == "int" else 8) + 4 * rank)
+            self.shared += knobs.rows * ((12 if render.index_type(problem) == "int" else 24) + 4 * rank)
             counts = [len(axis.taps) for axis in axes_] + [1] * (3 - rank)
             constants |= {
                 "pixels": knobs.rows, "filters": knobs.columns, "along": fprop,
+                "masked": channels % piece == 0 and span >= knobs.depth and taps <= 32,
                 "a_vector": gcd(piece, channels), "b_vector": gcd(piece, taps * c if fprop else c),
                 "together": gcd(4 if knobs.splits > 1 else 8, results),
                 "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],

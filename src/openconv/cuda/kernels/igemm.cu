@@ -14,7 +14,10 @@
 //
 // Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then `Windows`.
 //
-// Traits: rank, pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents, along (the filter lies
+// `masked`, the usual case: pieces are vectors, a tap has at least a step of channels and there are at most 32 taps, so
+// that the next step belongs to the same tap or to the next one, and a bit says whether that is inside.
+//
+// Traits: rank, masked, pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents, along (the filter lies
 // along the depth), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise),
 // phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for igemm_sum).
 
@@ -93,9 +96,58 @@ struct Phase {
     }
 };
 
-// A place in the depth, as a thread goes through it: tap j of each axis, and a channel.
+// The pixels of a block: where their windows begin in the image, as an element and as a place, which of up to 32 taps are
+// inside of the image, and where the results go, -1 of those that are not there. In shared memory, since registers are
+// full of sums.
+struct Window {
+    Index base;
+    u32 taps;
+};
+struct Windows {
+    Window window[BM];
+    Index result[BM];
+    int at[rank][BM];
+
+    __device__ __forceinline__ void fill(int first_m, int first_n, int group, const Phase& phase, const Params& p) {
+        for (int row = threadIdx.x; row < BM; row += threads) {
+            int m = first_m + row;
+            const bool there = m < p.rows;
+            bool stored = there;
+            m = there ? m : 0;
+            Index from = group * p.channels, to = group * p.results_each + first_n;
+            Index in_size = p.image_pixel, out_size = p.out_pixel;
+            u32 taps = there;
+            int count = 1;
+#pragma unroll
+            for (int i = rank - 1; i >= 0; --i) {
+                const Axis& axis = p.axis[i];
+                const int pixel = axis.count.split(m), in = pixel * axis.step, out = pixel * axis.out_step + phase.at[i];
+                at[i][row] = there ? in : -(1 << 29);
+                stored = stored && out < axis.out;
+                from += in_size * in;
+                to += out_size * out;
+                in_size *= axis.in;
+                out_size *= axis.out;
+                if constexpr (Traits::masked) {  // of the taps so far, once for each along this axis that is inside
+                    u32 all = 0;
+                    for (int j = 0; j < phase.taps[i].count; ++j)
+                        if (unsigned(in + phase.taps[i].offset + j * axis.offset_step) < unsigned(axis.in))
+                            all |= taps << j * count;
+                    taps = all;
+                    count *= phase.taps[i].count;
+                }
+            }
+            window[row] = {from + in_size * m, taps};  // what is left is the image
+            result[row] = stored ? to + out_size * m : Index(-1);
+        }
+    }
+};
+
+// A thread's place in the depth: tap j of each axis and a channel, and how far that is from where a window begins.
 struct Depth {
     int j[rank], channel;
+    Index away;
+    int filter_tap;  // of the whole filter
 
     __device__ __forceinline__ Depth(int at, const Phase& phase, const Params& p) {
         int tap = at / p.span;
@@ -107,169 +159,151 @@ struct Depth {
             tap = next;
         }
         j[0] = tap;
+        away = 0;
+        filter_tap = 0;
+#pragma unroll
+        for (int i = 0; i < rank; ++i) {
+            away = away * p.axis[i].in + phase.taps[i].offset + j[i] * p.axis[i].offset_step;
+            filter_tap = filter_tap * p.axis[i].filter + phase.taps[i].first + j[i] * p.axis[i].filter_step;
+        }
+        away = away * p.image_pixel + channel;
     }
-    // Whether the tap is another one.
+    __device__ __forceinline__ int tap(const Phase& phase) const {
+        int found = 0;
+#pragma unroll
+        for (int i = 0; i < rank; ++i) found = found * phase.taps[i].count + j[i];
+        return found;
+    }
+    // Whether the tap is the next one; not further than that. Without branches: products go on all around.
     __device__ __forceinline__ bool advance(int by, const Phase& phase, const Params& p) {
         channel += by;
-        if (channel < p.span) return false;
-        while (channel >= p.span) {
-            channel -= p.span;
+        away += by;
+        const bool wraps = channel >= p.span;
+        bool carries = wraps;
+        channel -= wraps ? p.span : 0;
+        away -= wraps ? p.span : 0;
+        Index size = p.image_pixel;
+        int taps = 1;
 #pragma unroll
-            for (int i = rank - 1; i >= 0; --i) {
-                if (++j[i] < phase.taps[i].count || i == 0) break;
-                j[i] = 0;
-            }
+        for (int i = rank - 1; i > 0; --i) {
+            const int count = phase.taps[i].count;
+            j[i] += carries;
+            away += carries ? size * p.axis[i].offset_step : Index(0);
+            filter_tap += carries ? taps * p.axis[i].filter_step : 0;
+            carries = carries && j[i] == count;
+            j[i] = carries ? 0 : j[i];
+            away -= carries ? size * (count * p.axis[i].offset_step) : Index(0);
+            filter_tap -= carries ? taps * (count * p.axis[i].filter_step) : 0;
+            size *= p.axis[i].in;
+            taps *= p.axis[i].filter;
         }
-        return true;
+        j[0] += carries;
+        away += carries ? size * p.axis[0].offset_step : Index(0);
+        filter_tap += carries ? taps * p.axis[0].filter_step : 0;
+        return wraps;
     }
     __device__ __forceinline__ bool inside(const Phase& phase) const { return j[0] < phase.taps[0].count; }
-};
-
-// The pixels of a block: where their windows begin in the image, as an element and as a place, and where the results go,
-// -1 of those that are not there. In shared memory, since registers are full of sums.
-struct Windows {
-    Index base[BM], result[BM];
-    int at[rank][BM];
-
-    __device__ __forceinline__ void fill(int first_m, int first_n, int group, const Phase& phase, const Params& p) {
-        for (int row = threadIdx.x; row < BM; row += threads) {
-            int m = first_m + row;
-            const bool there = m < p.rows;
-            bool stored = there;
-            m = there ? m : 0;
-            Index from = group * p.channels, to = group * p.results_each + first_n;
-            Index in_size = p.image_pixel, out_size = p.out_pixel;
+    __device__ __forceinline__ bool inside(int row, const Windows& windows, const Phase& phase, const Params& p) const {
+        bool found = inside(phase);
 #pragma unroll
-            for (int i = rank - 1; i >= 0; --i) {
-                const Axis& axis = p.axis[i];
-                const int pixel = axis.count.split(m), in = pixel * axis.step, out = pixel * axis.out_step + phase.at[i];
-                at[i][row] = there ? in : -(1 << 29);
-                stored = stored && out < axis.out;
-                from += in_size * in;
-                to += out_size * out;
-                in_size *= axis.in;
-                out_size *= axis.out;
-            }
-            base[row] = from + in_size * m;  // what is left is the image
-            result[row] = stored ? to + out_size * m : Index(-1);
-        }
+        for (int k = 0; k < rank; ++k)
+            found &= unsigned(windows.at[k][row] + phase.taps[k].offset + j[k] * p.axis[k].offset_step) <
+                     unsigned(p.axis[k].in);
+        return found;
     }
 };
 
 // What a thread brings of each step: a column of pieces of the image, and one of the filter.
 struct Copies {
-    static constexpr int count = a_count + b_count;
-    static constexpr bool whole = Traits::a_vector == per_piece;
+    static constexpr int count = a_count + b_count, batches = 2;
+    using Place = Window;
 
     const Params& p;
     const Phase& phase;
     const Windows& windows;
-    int a_piece, a_row, b_piece, b_row;
+    int a_row, a_piece, b_row, b_piece;
+    int steps;           // that are left
     Depth depth;
-    Index delta;        // from a pixel's base to what the step reads of it
-    u32 valid;          // pixels for which the tap is inside of the image
-    int filter_at;      // along: the piece's place in a filter; across: the first filter of the step
-    Index filter_from;  // of the first piece
+    u32 tap;             // masked: a bit for the tap that the depth is at, 0 behind the last step
+    int filter_left;     // along: elements of a filter from the piece on
+    int results_left;    // along: filters from the first one on; across: channels of the result from the piece on
+    Index filter_from;   // along: the piece in the first filter; across: without filter and tap
 
-    __device__ __forceinline__ Copies(const Windows& windows, int first_n, int group, int begin, const Phase& phase,
-                                      const Params& p)
-        : p(p), phase(phase), windows(windows), a_piece(threadIdx.x % ATile::pieces),
-          a_row(threadIdx.x / ATile::pieces), b_piece(threadIdx.x % BTile::pieces),
-          b_row(threadIdx.x / BTile::pieces), depth(begin * BK + a_piece * per_piece, phase, p) {
+    __device__ __forceinline__ Copies(const Windows& windows, int first_n, int group, int begin, int steps,
+                                      const Phase& phase, const Params& p)
+        : p(p), phase(phase), windows(windows), a_row(threadIdx.x / ATile::pieces), a_piece(threadIdx.x % ATile::pieces),
+          b_row(threadIdx.x / BTile::pieces), b_piece(threadIdx.x % BTile::pieces), steps(steps),
+          depth(begin * BK + a_piece * per_piece, phase, p) {
+        tap = steps > 0 ? 1u << (depth.tap(phase) & 31) : 0;
         if constexpr (Traits::along) {
-            filter_at = begin * BK + b_piece * per_piece;
-            filter_n = first_n + b_row;
-            filter_from = Index(group * p.results_each + filter_n) * p.filter_row + filter_at;
+            const int at = begin * BK + b_piece * per_piece;
+            filter_left = phase.count * p.span - at;
+            results_left = steps > 0 ? p.results_each - first_n - b_row : 0;
+            filter_from = Index(group * p.results_each + first_n + b_row) * p.filter_row + at;
         } else {
-            filter_n = first_n + b_piece * per_piece;
-            filter_from = Index(group) * p.channels * p.filter_row + filter_n;
-        }
-        look();
-    }
-
-    // The tap that the depth is at.
-    __device__ __forceinline__ void look() {
-        Index to = 0;
-        int offset[rank];
-#pragma unroll
-        for (int k = 0; k < rank; ++k) {
-            offset[k] = phase.taps[k].offset + depth.j[k] * p.axis[k].offset_step;
-            to = to * p.axis[k].in + offset[k];
-        }
-        delta = to * p.image_pixel;
-        valid = 0;
-#pragma unroll
-        for (int i = 0; i < a_count; ++i) {
-            bool inside = depth.inside(phase);
-#pragma unroll
-            for (int k = 0; k < rank; ++k)
-                inside &= unsigned(windows.at[k][a_row + i * a_rows] + offset[k]) < unsigned(p.axis[k].in);
-            valid |= u32(inside) << i;
+            results_left = steps > 0 ? p.results_each - first_n - b_piece * per_piece : 0;
+            filter_from = Index(group) * p.channels * p.filter_row + first_n + b_piece * per_piece;
         }
     }
 
     __device__ __forceinline__ void prepare(int) const {}
 
-    __device__ __forceinline__ void copy(char* tiles, int i) {
+    __device__ __forceinline__ Window from(int i) const {
+        return i < a_count ? windows.window[a_row + i * a_rows] : Window{};
+    }
+
+    __device__ __forceinline__ void copy(char* tiles, int i, const Window& window) const {
         if (i < a_count)
-            image(tiles + ATile::place<a_rows>(a_row, a_piece, i), i);
+            image(tiles + ATile::place<a_rows>(a_row, a_piece, i), a_row + i * a_rows, window);
         else
             filter(tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i - a_count), i - a_count);
     }
 
     __device__ __forceinline__ void end() {
+        if constexpr (Traits::masked) {
+            tap <<= depth.advance(BK, phase, p);
+        } else {
+            for (int left = BK; left > 0; left -= Traits::a_vector) depth.advance(min(left, Traits::a_vector), phase, p);
+        }
         if constexpr (Traits::along) {
-            filter_at += BK;
+            filter_left -= BK;
             filter_from += BK;
         }
-        if (depth.advance(BK, phase, p)) look();
+        --steps;
+        tap = steps > 0 ? tap : 0;
+        results_left = steps > 0 ? results_left : 0;
     }
 
   private:
-    int filter_n;  // along: the first filter; across: the piece's first channel of the result
-
-    __device__ __forceinline__ void image(char* to, int i) {
-        const int row = a_row + i * a_rows;
-        const Index base = windows.base[row];
-        if constexpr (whole) {
-            const bool inside = valid >> i & 1 && (Traits::along || depth.channel < p.channels);
-            igemm::bring<per_piece>(to, p.image + (base + delta + depth.channel), inside);
+    __device__ __forceinline__ void image(char* to, int row, const Window& window) const {
+        if constexpr (Traits::masked) {
+            const bool inside = (window.taps & tap) != 0 && (Traits::along || depth.channel < p.channels);
+            igemm::bring<per_piece>(to, p.image + (window.base + depth.away), inside);
         } else {  // vectors of a piece may belong to different taps
             Depth part = depth;
 #pragma unroll
             for (int v = 0; v < per_piece; v += Traits::a_vector) {
-                Index from = 0;
-                bool inside = part.inside(phase) && part.channel < p.channels;
-#pragma unroll
-                for (int k = 0; k < rank; ++k) {
-                    const int offset = phase.taps[k].offset + part.j[k] * p.axis[k].offset_step;
-                    from = from * p.axis[k].in + offset;
-                    inside &= unsigned(windows.at[k][row] + offset) < unsigned(p.axis[k].in);
-                }
-                igemm::bring<Traits::a_vector>(to + v * int(sizeof(T)),
-                                               p.image + (base + from * p.image_pixel + part.channel), inside);
+                const bool inside =
+                    steps > 0 && part.channel < p.channels && part.inside(row, windows, phase, p);
+                igemm::bring<Traits::a_vector>(to + v * int(sizeof(T)), p.image + (window.base + part.away), inside);
                 part.advance(Traits::a_vector, phase, p);
             }
         }
     }
 
-    __device__ __forceinline__ void filter(char* to, int i) {
+    __device__ __forceinline__ void filter(char* to, int i) const {
         bool inside;
         Index from = filter_from;
         int left;  // elements that are there from the first of the piece on
         if constexpr (Traits::along) {
-            inside = filter_n + i * b_rows < p.results_each;
-            left = phase.count * p.span - filter_at;
+            inside = i * b_rows < results_left;
+            left = filter_left;
             from += Index(i * b_rows) * p.filter_row;
         } else {
-            int tap = 0;
-#pragma unroll
-            for (int k = 0; k < rank; ++k)
-                tap = tap * p.axis[k].filter + phase.taps[k].first + depth.j[k] * p.axis[k].filter_step;
             const int row = depth.channel - a_piece * per_piece + b_row + i * b_rows;
             inside = row < p.channels;
-            left = p.results_each - filter_n;
-            from += Index(row) * p.filter_row + Index(tap) * p.filter_tap;
+            left = results_left;
+            from += Index(row) * p.filter_row + Index(depth.filter_tap) * p.filter_tap;
         }
 #pragma unroll
         for (int v = 0; v < per_piece; v += Traits::b_vector)
@@ -297,7 +331,7 @@ igemm_conv(const __grid_constant__ Params p) {
     __syncthreads();  // `Copies` looks at them
 
     // Load and compute.
-    Copies copies(windows, first_n, group, begin, phase, p);
+    Copies copies(windows, first_n, group, begin, end - begin, phase, p);
     Products products(warp % Traits::warps_m * MT * 16, warp / Traits::warps_m * NT * 16, lane);
     igemm::steps<stages, slices>(products, copies, ring, stage_bytes, end - begin);
 

@@ -69,23 +69,24 @@ struct alignas(16) Window {
 // What a thread brings of each step: a column of filters of dy, and a column of x that belongs to a tap, or to several
 // where vectors are short.
 struct Copies {
-    static constexpr int count = a_count + b_count;
+    static constexpr int count = a_count + b_count, batches = 3;
+    using Place = Window;
 
     const Params& p;
     Window (*windows)[BK];     // of the pixels of a step, of two steps in turn
     int a_piece, a_row, b_piece, b_row;
-    int first, step;           // the first pixel of all steps; the step that is asked for next
+    int first, step, steps;    // the first pixel of all steps; the step that is asked for next, and how many there are
     int k;                     // the first filter of the piece
-    Index from;                // dy of the thread's first pixel
+    Index gradient_from;       // dy of the thread's first pixel
     int offset[b_parts][rank];  // of a column's tap, as a place in the image
     Index delta[b_parts];      // and as a way to it, with the channel
 
-    __device__ __forceinline__ Copies(Window (*windows)[BK], int first_m, int first_n, int group, int begin,
+    __device__ __forceinline__ Copies(Window (*windows)[BK], int first_m, int first_n, int group, int begin, int steps,
                                       const Params& p)
         : p(p), windows(windows), a_piece(threadIdx.x % ATile::pieces), a_row(threadIdx.x / ATile::pieces),
           b_piece(threadIdx.x % BTile::pieces), b_row(threadIdx.x / BTile::pieces), first(begin * BK), step(0),
-          k(first_m + a_piece * per_piece) {
-        from = Index(first + a_row) * p.gradient_pixel + group * p.filters + k;
+          steps(steps),          k(first_m + a_piece * per_piece) {
+        gradient_from = Index(first + a_row) * p.gradient_pixel + group * p.filters + k;
 #pragma unroll
         for (int part = 0; part < b_parts; ++part) {
             const int column = first_n + b_piece * per_piece + part * Traits::b_vector;
@@ -108,7 +109,7 @@ struct Copies {
     __device__ __forceinline__ void prepare(int step) const {
         if (const int row = threadIdx.x; row < BK) {
             int rest = first + step * BK + row;
-            const bool there = rest < p.pixels;
+            const bool there = step < steps && rest < p.pixels;
             rest = there ? rest : 0;
             Window& window = windows[step % 2][row];
             Index base = 0, size = p.image_pixel;
@@ -123,30 +124,33 @@ struct Copies {
         }
     }
 
-    __device__ __forceinline__ void copy(char* tiles, int i) {
+    __device__ __forceinline__ Window from(int i) const {
+        return i < a_count ? Window{} : windows[step % 2][b_row + (i - a_count) * b_rows];
+    }
+
+    __device__ __forceinline__ void copy(char* tiles, int i, const Window& window) const {
         if (i < a_count)
             gradient(tiles + ATile::place<a_rows>(a_row, a_piece, i), i);
         else
-            image(tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i - a_count), i - a_count);
+            image(tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i - a_count), window);
     }
 
     __device__ __forceinline__ void end() {
         ++step;
-        from += Index(BK) * p.gradient_pixel;
+        gradient_from += Index(BK) * p.gradient_pixel;
     }
 
   private:
-    __device__ __forceinline__ void gradient(char* to, int i) {
-        const bool inside = first + step * BK + a_row + i * a_rows < p.pixels;
+    __device__ __forceinline__ void gradient(char* to, int i) const {
+        const bool inside = step < steps && first + step * BK + a_row + i * a_rows < p.pixels;
 #pragma unroll
         for (int v = 0; v < per_piece; v += Traits::a_vector)
             igemm::bring<Traits::a_vector>(to + v * int(sizeof(T)),
-                                           p.gradient + (from + Index(i * a_rows) * p.gradient_pixel + v),
+                                           p.gradient + (gradient_from + Index(i * a_rows) * p.gradient_pixel + v),
                                            inside && k + v < p.filters);
     }
 
-    __device__ __forceinline__ void image(char* to, int i) {
-        const Window window = windows[step % 2][b_row + i * b_rows];
+    __device__ __forceinline__ void image(char* to, const Window& window) const {
 #pragma unroll
         for (int part = 0; part < b_parts; ++part) {
             bool inside = true;
@@ -174,7 +178,8 @@ igemm_wgrad(const __grid_constant__ Params p) {
     const int begin = int(i64(all_steps) * split / p.splits), end = int(i64(all_steps) * (split + 1) / p.splits);
 
     // Load and compute.
-    Copies copies(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), first_m, first_n, group, begin, p);
+    Copies copies(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), first_m, first_n, group, begin,
+                  end - begin, p);
     Products products(warp % Traits::warps_m * MT * 16, warp / Traits::warps_m * NT * 16, lane);
     igemm::steps<stages, slices>(products, copies, ring, stage_bytes, end - begin);
 

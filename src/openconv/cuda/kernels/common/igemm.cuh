@@ -56,8 +56,10 @@ struct Tile {
 // The products of one warp: MT * 16 by NT * 16 results, from (m, n) of the block's on.
 template <class T, class A, class B, int MT, int NT, class Sum>
 struct Warp {
+    static constexpr int rows = MT;
+
     Sum sum[MT][2 * NT][4];
-    u32 a[2][MT][4], b[2][NT][4];  // operands of two slices: one is multiplied while the other is read
+    u32 a[MT][4], b[2][NT][4];  // operands of a slice, 32 bytes of the depth; of B also those of the next one
     int m, n, lane;
 
     __device__ __forceinline__ Warp(int m, int n, int lane) : m(m), n(n), lane(lane) {
@@ -65,23 +67,20 @@ struct Warp {
         for (int i = 0; i < MT * NT * 8; ++i) sum[i / (8 * NT)][i / 4 % (2 * NT)][i % 4] = 0;
     }
 
-    // Operands of a slice, 32 bytes of the depth.
-    __device__ __forceinline__ void read(const char* tiles, int slice) {
-#pragma unroll
-        for (int i = 0; i < MT; ++i) A::load_a(a[slice % 2][i], tiles, m + 16 * i, slice, lane);
+    __device__ __forceinline__ void read_a(const char* tiles, int slice, int row) {
+        A::load_a(a[row], tiles, m + 16 * row, slice, lane);
+    }
+    __device__ __forceinline__ void read_b(const char* tiles, int slice) {
 #pragma unroll
         for (int j = 0; j < NT; ++j) B::load_b(b[slice % 2][j], tiles + A::bytes, n + 16 * j, slice, lane);
     }
-
-    __device__ __forceinline__ void multiply(int slice) {
+    __device__ __forceinline__ void multiply(int slice, int row) {
 #pragma unroll
-        for (int i = 0; i < MT; ++i)
-#pragma unroll
-            for (int j = 0; j < 2 * NT; ++j) {
-                const u32(&left)[4] = a[slice % 2][i];
-                const u32(&right)[4] = b[slice % 2][j / 2];
-                tensor::mma<T>(sum[i][j], left[0], left[1], left[2], left[3], right[j % 2 * 2], right[j % 2 * 2 + 1]);
-            }
+        for (int j = 0; j < 2 * NT; ++j) {
+            const u32(&right)[4] = b[slice % 2][j / 2];
+            tensor::mma<T>(sum[row][j], a[row][0], a[row][1], a[row][2], a[row][3], right[j % 2 * 2],
+                           right[j % 2 * 2 + 1]);
+        }
     }
 
     // The sums as rows of `pitch` values in shared memory.
@@ -101,52 +100,73 @@ struct Warp {
     }
 };
 
-// All steps of a block. `copies` knows what a thread brings of a step: `copy` asks for one of its `Copies::count` pieces,
-// `end` goes on to the next step. Before that, with a barrier in between, all threads `prepare` what they share of it.
-// Steps are asked for `Stages` - 1 ahead; the copies of a step are spread over the slices of another, so that working out
-// addresses and multiplying alternate.
+// All steps of a block, each `Slices` slices long, of which `Stages` - 1 are asked for ahead.
+//
+// `copies` knows what a thread brings of a step: `Copies::count` pieces, each of which it looks up (`from`) and asks for
+// (`copy`) a few products later; `end` goes on to the next step, or to nothing behind the last of them. Before that, with
+// a barrier in between, all threads `prepare` what they share of a step.
+//
+// A warp goes through the rows of a slice. Behind a row's products it reads what that row multiplies in the next slice,
+// so that reading and multiplying alternate. Copies come in batches: ptxas puts three idle reads before each that follows
+// a read of shared memory (`Copies::batches` of them, which a thread needs registers for). The last slice has a barrier in its middle: the next step's tiles
+// are there for all, and this step's are no longer read.
 template <int Stages, int Slices, class Products, class Copies>
 __device__ __forceinline__ void steps(Products& products, Copies& copies, char* ring, int stage_bytes, int count) {
     static_assert(Slices % 2 == 0, "operands alternate between two sets of registers, from step to step as well");
-    const auto bring = [&](int step, int slot, int slice) {
-        if (step < count) {
-#pragma unroll
-            for (int i = 0; i < Copies::count; ++i)
-                if (i * Slices / Copies::count == slice) copies.copy(ring + slot * stage_bytes, i);
-            if (slice == Slices - 1) copies.end();
-        }
-        if (slice == Slices - 1) tensor::commit();
-    };
+    constexpr int rows = Products::rows, turn = rows / 2, batches = Slices > 2 ? Copies::batches : 1;
 #pragma unroll
     for (int step = 0; step < Stages - 1; ++step) {
         copies.prepare(step);
         __syncthreads();
 #pragma unroll
-        for (int slice = 0; slice < Slices; ++slice) bring(step, step, slice);
+        for (int i = 0; i < Copies::count; ++i) copies.copy(ring + step * stage_bytes, i, copies.from(i));
+        copies.end();
+        tensor::commit();
     }
     copies.prepare(Stages - 1);
     tensor::wait<Stages - 2>();
     __syncthreads();
-    products.read(ring, 0);
+    products.read_b(ring, 0);
+#pragma unroll
+    for (int row = 0; row < rows; ++row) products.read_a(ring, 0, row);
+
     int reading = 0, writing = Stages - 1;
 #pragma unroll 1
     for (int step = 0; step < count; ++step) {
-        const char* tiles = ring + reading * stage_bytes;
+        const char* const tiles = ring + reading * stage_bytes;
         reading = reading + 1 == Stages ? 0 : reading + 1;
+        const char* const next = ring + reading * stage_bytes;
+        char* const to = ring + writing * stage_bytes;
+        writing = writing + 1 == Stages ? 0 : writing + 1;
+        copies.prepare(step + Stages);
 #pragma unroll
         for (int slice = 0; slice < Slices; ++slice) {
-            bring(step + Stages - 1, writing, slice);
-            if (slice == 0) copies.prepare(step + Stages);
-            if (slice == Slices - 1) {
-                tensor::wait<Stages - 2>();
-                __syncthreads();  // the next step is there for all, and nobody reads this one any more
-                products.read(ring + reading * stage_bytes, 0);
-            } else {
-                products.read(tiles, slice + 1);
+            const bool last = slice == Slices - 1;
+            if (!last) products.read_b(tiles, slice + 1);
+            typename Copies::Place from[Copies::count];
+#pragma unroll
+            for (int i = 0; i < Copies::count; ++i)
+                if (i * batches / Copies::count == slice) from[i] = copies.from(i);
+#pragma unroll
+            for (int row = 0; row < rows; ++row) {
+                if (last && row == turn) {
+                    copies.end();
+                    tensor::commit();
+                    tensor::wait<Stages - 2>();
+                    __syncthreads();
+                    products.read_b(next, 0);
+#pragma unroll
+                    for (int before = 0; before < turn; ++before) products.read_a(next, 0, before);
+                }
+                products.multiply(slice, row);
+                if (!last) products.read_a(tiles, slice + 1, row);
+                if (last && row >= turn) products.read_a(next, 0, row);
+                if (row == 0)
+#pragma unroll
+                    for (int i = 0; i < Copies::count; ++i)
+                        if (i * batches / Copies::count == slice) copies.copy(to, i, from[i]);
             }
-            products.multiply(slice);
         }
-        writing = writing + 1 == Stages ? 0 : writing + 1;
     }
     tensor::wait<0>();
     __syncthreads();
