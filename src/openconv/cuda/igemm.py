@@ -24,6 +24,7 @@ _REGISTERS = 1 << 16
 _ALTERNATIVES = 12
 _MOST_STRIDE = 16  # dgrad: as many phases an axis
 _MOST_WORKSPACE = 256 << 20
+_MOST_COPIES = 16  # of a thread and step: their places are in registers beside the sums
 
 # Results of a block, rows by columns, and its warps along both.
 _SHAPES = (
@@ -58,9 +59,9 @@ class Igemm(Engine):
         wgrad   dw[k, (tap, c)]  = sum over pixels of  dy[pixel, k] * x[window of the pixel, tap, c]
 
     A block brings pieces of both matrices from where they lie in the tensors into shared memory, several steps ahead,
-    and multiplies them from there. With a stride, dgrad computes each phase of dx from the taps that meet it, so that no
-    product has an inserted zero for a factor. Sums that are too few to fill the GPU are split, and the splits added up
-    in a fixed order.
+    and multiplies them from there. With a stride, dgrad computes each phase of dx from the taps that meet it, so that
+    no product has an inserted zero for a factor. Sums that are too few to fill the GPU are split, and the splits added
+    up in a fixed order.
 
     Takes any convolution of images with channels last; wins wherever operations are the limit and Hopper's own
     instructions are not there.
@@ -185,13 +186,17 @@ class _Work:
         c, k, taps = problem.c // groups, problem.k // groups, prod(problem.filter)
         constants: dict[str, int | bool | str] = {
             "rank": rank, "depth": knobs.depth, "warps_m": knobs.warps_m, "warps_n": knobs.warps_n,
-            "stages": knobs.stages, "residents": self.residents, "parted": knobs.splits > 1, "Products": "float",
+            "stages": knobs.stages, "parted": knobs.splits > 1, "Products": "float",
         }  # fmt: skip
         size = DTYPE_BYTES[problem.dtypes[0]]
-        piece = 16 // size
+        piece = self.piece = 16 // size
         stage = knobs.depth * size * (knobs.rows + knobs.columns)
-        sums = 4 * knobs.rows * (knobs.columns + 8)
-        self.shared = max(knobs.stages * stage, sums)
+        kinds = {operand.kind for operand in problem.epilogue.operands}
+        pairs = "channel" not in kinds or problem.result_channels // groups % 2 == 0
+        self.early = problem.direction != "wgrad" and knobs.splits == 1 and "tensor" not in kinds and pairs
+        out = DTYPE_BYTES[problem.result_dtype]
+        results = knobs.rows * (out * knobs.columns + 16 if self.early else 4 * knobs.columns + 32)
+        self.shared = max(knobs.stages * stage, results)
         if problem.direction == "wgrad":
             pixels, columns = problem.n * prod(problem.out), taps * c
             self.rows, self.columns, self.steps = k, columns, ceil(pixels / knobs.depth)
@@ -229,7 +234,7 @@ class _Work:
                 "masked": channels % piece == 0 and span >= knobs.depth and taps <= 32,
                 "a_vector": gcd(piece, channels), "b_vector": gcd(piece, taps * c if fprop else c),
                 "together": gcd(4 if knobs.splits > 1 else 8, results),
-                "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],
+                "early": self.early, "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],
             }  # fmt: skip
             total = {"fprop": (problem.c, problem.k), "dgrad": (problem.k, problem.c)}[problem.direction]
             narrow = [rows, channels, results, *total, span, taps * c, c, knobs.splits]
@@ -241,21 +246,25 @@ class _Work:
             self.params = pack(pointers, (prod(problem.result_shape),), narrow)
             self.inner = problem.result_channels
         self.constants = constants
+        constants["residents"] = self.residents
+
+    @property
+    def whole(self) -> bool:
+        """Whether all copies are of 16 bytes."""
+        return self.constants["a_vector"] == self.constants["b_vector"] == self.piece
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, about: sums, operands, and the places that it copies from."""
+        tile = self.knobs
+        mt, nt = tile.rows // tile.warps_m // 16, tile.columns // tile.warps_n // 16
+        return 8 * mt * nt + 4 * mt + 8 * nt + (72 if self.whole and self.problem.direction != "wgrad" else 100)
 
     @property
     def residents(self) -> int:
-        """Blocks that a multiprocessor holds, by registers: those of the sums, of two slices of operands, and of the
-        places that a thread copies from."""
-        tile = self.knobs
-        mt, nt = tile.rows // tile.warps_m // 16, tile.columns // tile.warps_n // 16
-        wanted = 8 * mt * nt + 8 * (mt + nt) + 56
-        return max(1, min(_REGISTERS // (tile.threads * min(255, wanted)), 4, _SHARED // self.stage_bytes))
-
-    @property
-    def stage_bytes(self) -> int:
-        tile = self.knobs
-        size = DTYPE_BYTES[self.problem.dtypes[0]]
-        return max(tile.stages * tile.depth * size * (tile.rows + tile.columns), 4 * tile.rows * (tile.columns + 8)) + 9 * tile.rows
+        """Blocks that a multiprocessor holds."""
+        registers = self.knobs.threads * min(255, self.registers)
+        return max(1, min(_REGISTERS // registers, 4, _SHARED // (self.shared + 1024)))
 
     @property
     def sum_together(self) -> int:
@@ -317,21 +326,21 @@ def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
                 if not _shares(problem, tile):
                     continue
                 work = _Work(problem, tile)
-                if work.shared > min(_SHARED, device.shared_bytes):
+                if work.shared > min(_SHARED, device.shared_bytes) or (not work.whole and work.registers > 240):
                     continue
                 yield tile
                 yield from _split(problem, tile, work, device)
 
 
 def _shares(problem: Problem, tile: Tile) -> bool:
-    """Whether the threads share the copies of a step evenly."""
+    """Whether the threads share the copies of a step evenly, and no thread has too many."""
     piece = 16 // DTYPE_BYTES[problem.dtypes[0]]
     across = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}[problem.direction]
     for size, turned in zip((tile.rows, tile.columns), across, strict=True):
         rows, pieces = (tile.depth, size // piece) if turned else (size, tile.depth // piece)
         if tile.threads % pieces or rows % (tile.threads // pieces):
             return False
-    return True
+    return (tile.rows + tile.columns) * tile.depth // piece <= _MOST_COPIES * tile.threads
 
 
 def _split(problem: Problem, tile: Tile, work: _Work, device: CudaDevice) -> Iterator[Tile]:
@@ -346,4 +355,3 @@ def _split(problem: Problem, tile: Tile, work: _Work, device: CudaDevice) -> Ite
     for count in sorted(found):
         if count > 1 and 4 * count * prod(problem.result_shape) <= _MOST_WORKSPACE:
             yield Tile(tile.rows, tile.columns, tile.warps_m, tile.warps_n, tile.depth, tile.stages, count)
-

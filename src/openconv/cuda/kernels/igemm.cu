@@ -19,7 +19,8 @@
 //
 // Traits: rank, masked, pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents, along (the filter lies
 // along the depth), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise),
-// phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for igemm_sum).
+// phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for igemm_sum), early (what follows the sums reads no
+// tensors, and channels in pairs).
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
@@ -40,8 +41,10 @@ using ATile = igemm::Tile<T, BM, BK, true>;
 using BTile = igemm::Tile<T, BN, BK, Traits::along>;
 using Products = igemm::Warp<T, ATile, BTile, MT, NT, Sum>;
 constexpr int per_piece = ATile::per_piece, slices = BK * int(sizeof(T)) / 32;
-constexpr int stage_bytes = ATile::bytes + BTile::bytes, pitch = BN + 8;
-constexpr int ring_bytes = stages * stage_bytes > BM * pitch * 4 ? stages * stage_bytes : BM * pitch * 4;
+constexpr int stage_bytes = ATile::bytes + BTile::bytes, V = Traits::together;
+constexpr int pitch = BN + 8, out_pitch = BN + 16 / int(sizeof(Traits::Out));
+constexpr int results_bytes = Traits::early ? BM * out_pitch * int(sizeof(Traits::Out)) : BM * pitch * 4;
+constexpr int ring_bytes = stages * stage_bytes > results_bytes ? stages * stage_bytes : results_bytes;
 constexpr int a_rows = threads / ATile::pieces, a_count = BM / a_rows;      // rows apart, pieces of a thread
 constexpr int b_rows = threads / BTile::pieces, b_count = BTile::rows / b_rows;
 static_assert(MT * Traits::warps_m * 16 == BM && NT * Traits::warps_n * 16 == BN, "warps share the tile evenly");
@@ -150,11 +153,11 @@ struct Depth {
     int filter_tap;  // of the whole filter
 
     __device__ __forceinline__ Depth(int at, const Phase& phase, const Params& p) {
-        int tap = at / p.span;
+        int tap = at < p.span ? 0 : at / p.span;  // a division takes as long as many copies
         channel = at - tap * p.span;
 #pragma unroll
         for (int i = rank - 1; i > 0; --i) {
-            const int next = tap / max(1, phase.taps[i].count);
+            const int next = tap ? tap / max(1, phase.taps[i].count) : 0;
             j[i] = tap - next * phase.taps[i].count;
             tap = next;
         }
@@ -215,7 +218,8 @@ struct Depth {
 
 // What a thread brings of each step: a column of pieces of the image, and one of the filter.
 struct Copies {
-    static constexpr int count = a_count + b_count, batches = 2;
+    static constexpr int count = a_count + b_count, batches = (count + 3) / 4;
+    static constexpr bool prepares = false;
     using Place = Window;
 
     const Params& p;
@@ -245,8 +249,6 @@ struct Copies {
             filter_from = Index(group) * p.channels * p.filter_row + first_n + b_piece * per_piece;
         }
     }
-
-    __device__ __forceinline__ void prepare(int) const {}
 
     __device__ __forceinline__ Window from(int i) const {
         return i < a_count ? windows.window[a_row + i * a_rows] : Window{};
@@ -311,6 +313,58 @@ struct Copies {
     }
 };
 
+// Where rows of results go.
+struct Finished {
+    const Windows& windows;
+    const Params& p;
+    int columns;  // that are there
+
+    template <int Count>
+    __device__ __forceinline__ void rows(int row, int apart, int n, const Pack<Traits::Out, V> (&held)[Count]) const {
+        Index at[Count];
+#pragma unroll
+        for (int i = 0; i < Count; ++i)
+            at[i] = n < columns && row + i * apart < BM ? windows.result[row + i * apart] : Index(-1);
+#pragma unroll
+        for (int i = 0; i < Count; ++i)
+            if (at[i] >= 0) store(p.out + at[i] + n, held[i]);
+    }
+};
+struct Unfinished {
+    const Windows& windows;
+    const Params& p;
+    int columns, first_channel, split;
+
+    template <int Count>
+    __device__ __forceinline__ void rows(int row, int apart, int n, const Pack<Sum, V> (&held)[Count]) const {
+        Index at[Count];
+#pragma unroll
+        for (int i = 0; i < Count; ++i)
+            at[i] = n < columns && row + i * apart < BM ? windows.result[row + i * apart] : Index(-1);
+        if constexpr (Traits::parted) {
+#pragma unroll
+            for (int i = 0; i < Count; ++i)
+                if (at[i] >= 0) store(p.parts + split * p.results + at[i] + n, held[i]);
+        } else {
+            Pack<Traits::Out, V> result[Count];
+#pragma unroll
+            for (int i = 0; i < Count; ++i) {  // all tensors are read before the first result is written
+                Traits::Sum value[V];
+#pragma unroll
+                for (int k = 0; k < V; ++k) value[k] = Traits::Sum(held[i].value[k]);
+                const bool there = at[i] >= 0;
+                Traits::Epilogue::apply<V, true>(value, p.operands, there ? first_channel + n : 0,
+                                                 there ? at[i] + n : Index(0));
+#pragma unroll
+                for (int k = 0; k < V; ++k) result[i].value[k] = Traits::Out(value[k]);
+            }
+#pragma unroll
+            for (int i = 0; i < Count; ++i)
+                if (at[i] >= 0) store(p.out + at[i] + n, result[i]);
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(threads, Traits::residents)
 igemm_conv(const __grid_constant__ Params p) {
     DYNAMIC_SHARED(memory);
@@ -335,29 +389,24 @@ igemm_conv(const __grid_constant__ Params p) {
     Products products(warp % Traits::warps_m * MT * 16, warp / Traits::warps_m * NT * 16, lane);
     igemm::steps<stages, slices>(products, copies, ring, stage_bytes, end - begin);
 
-    // Store: through shared memory, so that a row's results leave side by side.
-    Sum* const sums = reinterpret_cast<Sum*>(ring);
-    products.store(sums, pitch);
-    __syncthreads();
-    constexpr int V = Traits::together, across = BN / V;
-    for (int i = thread; i < BM * across; i += threads) {
-        const int row = i / across, n = i % across * V;
-        const Index at = windows.result[row];
-        if (at < 0 || first_n + n >= p.results_each) continue;
-        if constexpr (Traits::parted) {
-            Pack<Sum, V> part;
-#pragma unroll
-            for (int k = 0; k < V; ++k) part.value[k] = sums[row * pitch + n + k];
-            store(p.parts + split * p.results + at + n, part);
-        } else {
-            Traits::Sum value[V];
-#pragma unroll
-            for (int k = 0; k < V; ++k) value[k] = Traits::Sum(sums[row * pitch + n + k]);
-            Traits::Epilogue::apply<V, true>(value, p.operands, group * p.results_each + first_n + n, at + n);
-            Pack<Traits::Out, V> result;
-#pragma unroll
-            for (int k = 0; k < V; ++k) result.value[k] = Traits::Out(value[k]);
-            store(p.out + at + n, result);
-        }
+    // Store: through shared memory, so that a row's results leave side by side. What follows the sums is computed in
+    // front of that, or behind it where it reads tensors.
+    const int first_channel = group * p.results_each + first_n;
+    if constexpr (Traits::early) {
+        Traits::Out* const results = reinterpret_cast<Traits::Out*>(ring);
+        products.store(results, out_pitch, [&](const Sum(&pair)[2], int n) {
+            Traits::Sum value[2] = {Traits::Sum(pair[0]), Traits::Sum(pair[1])};
+            const int channel = min(n, p.results_each - first_n - 2);  // a channel that is there, for one that is not
+            Traits::Epilogue::apply<2, true>(value, p.operands, first_channel + channel, Index(0));
+            return Pack<Traits::Out, 2>{Traits::Out(value[0]), Traits::Out(value[1])};
+        });
+        __syncthreads();
+        igemm::leave<BM, BN, V, threads>(results, out_pitch, Finished{windows, p, p.results_each - first_n});
+    } else {
+        Sum* const sums = reinterpret_cast<Sum*>(ring);
+        products.store(sums, pitch, [](const Sum(&pair)[2], int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
+        __syncthreads();
+        igemm::leave<BM, BN, V, threads>(sums, pitch,
+                                         Unfinished{windows, p, p.results_each - first_n, first_channel, split});
     }
 }

@@ -31,7 +31,7 @@ using ATile = igemm::Tile<T, BM, BK, false>;
 using BTile = igemm::Tile<T, BN, BK, false>;
 using Products = igemm::Warp<T, ATile, BTile, MT, NT, Sum>;
 constexpr int per_piece = ATile::per_piece, slices = BK * int(sizeof(T)) / 32;
-constexpr int stage_bytes = ATile::bytes + BTile::bytes, pitch = BN + 8;
+constexpr int stage_bytes = ATile::bytes + BTile::bytes, pitch = BN + 8, V = Traits::together;
 constexpr int ring_bytes = stages * stage_bytes > BM * pitch * 4 ? stages * stage_bytes : BM * pitch * 4;
 constexpr int a_rows = threads / ATile::pieces, a_count = BK / a_rows;  // rows apart, pieces of a thread
 constexpr int b_rows = threads / BTile::pieces, b_count = BK / b_rows;
@@ -69,7 +69,8 @@ struct alignas(16) Window {
 // What a thread brings of each step: a column of filters of dy, and a column of x that belongs to a tap, or to several
 // where vectors are short.
 struct Copies {
-    static constexpr int count = a_count + b_count, batches = 3;
+    static constexpr int count = a_count + b_count, batches = (count + 3) / 4;
+    static constexpr bool prepares = true;
     using Place = Window;
 
     const Params& p;
@@ -163,6 +164,30 @@ struct Copies {
     }
 };
 
+// Where rows of sums go.
+struct Results {
+    const Params& p;
+    i64 first;  // in dw
+    int split, filters, columns;  // that are there
+
+    template <int Count>
+    __device__ __forceinline__ void rows(int row, int apart, int n, const Pack<Sum, V> (&held)[Count]) const {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            if (row + i * apart >= min(BM, filters) || n >= columns) continue;
+            const i64 at = first + i64(row + i * apart) * p.columns + n;
+            if constexpr (Traits::parted) {
+                store(p.parts + split * p.results + at, held[i]);
+            } else {
+                Pack<Traits::Out, V> result;
+#pragma unroll
+                for (int j = 0; j < V; ++j) result.value[j] = Traits::Out(held[i].value[j]);
+                store(p.out + at, result);
+            }
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(threads, Traits::residents)
 igemm_wgrad(const __grid_constant__ Params p) {
     DYNAMIC_SHARED(memory);
@@ -185,23 +210,9 @@ igemm_wgrad(const __grid_constant__ Params p) {
 
     // Store: through shared memory, so that a row's results leave side by side.
     Sum* const sums = reinterpret_cast<Sum*>(ring);
-    products.store(sums, pitch);
+    products.store(sums, pitch, [](const Sum(&pair)[2], int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
     __syncthreads();
-    constexpr int V = Traits::together, across = BN / V;
-    for (int i = thread; i < BM * across; i += threads) {
-        const int row = i / across, n = i % across * V;
-        if (first_m + row >= p.filters || first_n + n >= p.columns) continue;
-        const i64 at = i64(group * p.filters + first_m + row) * p.columns + first_n + n;
-        if constexpr (Traits::parted) {
-            Pack<Sum, V> part;
-#pragma unroll
-            for (int j = 0; j < V; ++j) part.value[j] = sums[row * pitch + n + j];
-            store(p.parts + split * p.results + at, part);
-        } else {
-            Pack<Traits::Out, V> result;
-#pragma unroll
-            for (int j = 0; j < V; ++j) result.value[j] = Traits::Out(sums[row * pitch + n + j]);
-            store(p.out + at, result);
-        }
-    }
+    const i64 first = i64(group * p.filters + first_m) * p.columns + first_n;
+    igemm::leave<BM, BN, V, threads>(sums, pitch,
+                                     Results{p, first, split, p.filters - first_m, p.columns - first_n});
 }

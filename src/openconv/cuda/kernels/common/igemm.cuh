@@ -83,47 +83,72 @@ struct Warp {
         }
     }
 
-    // The sums as rows of `pitch` values in shared memory.
-    __device__ __forceinline__ void store(Sum* to, int pitch) const {
+    // The sums as rows of `pitch` values in shared memory. `change` makes two that lie side by side into what is stored.
+    template <class Value, class Change>
+    __device__ __forceinline__ void store(Value* to, int pitch, const Change& change) const {
         const int g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
-            for (int j = 0; j < 2 * NT; ++j)
+            for (int half = 0; half < 2; ++half) {
+                const int row = m + 16 * i + 8 * half + g;
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    Pack<Sum, 2> pair;
-                    pair.value[0] = sum[i][j][2 * half];
-                    pair.value[1] = sum[i][j][2 * half + 1];
-                    ::store(to + (m + 16 * i + 8 * half + g) * pitch + n + 8 * j + 2 * t, pair);
+                for (int j = 0; j < 2 * NT; ++j) {
+                    const int column = n + 8 * j + 2 * t;
+                    const Sum pair[2] = {sum[i][j][2 * half], sum[i][j][2 * half + 1]};
+                    ::store<2>(to + row * pitch + column, change(pair, column));
                 }
+            }
     }
 };
+
+// Rows of `Columns` values leave shared memory as vectors of V. A thread has the same column of all its rows; it reads
+// four of them before it hands them to `take(row, column, vector)`.
+template <int Rows, int Columns, int V, int Threads, class Value, class Take>
+__device__ __forceinline__ void leave(const Value* from, int pitch, const Take& take) {
+    constexpr int across = Columns / V, apart = Threads / across, passes = (Rows + apart - 1) / apart;
+    constexpr int together = passes % 4 == 0 ? 4 : passes % 2 == 0 ? 2 : 1;
+    static_assert(Threads % across == 0, "a thread keeps to its column");
+    const int column = threadIdx.x % across * V, first = threadIdx.x / across;
+#pragma unroll 1
+    for (int pass = 0; pass < passes; pass += together) {
+        Pack<Value, V> held[together];
+#pragma unroll
+        for (int i = 0; i < together; ++i) {
+            const int row = first + (pass + i) * apart;
+            if (Rows % apart == 0 || row < Rows) held[i] = load<V>(from + row * pitch + column);
+        }
+        take.template rows<together>(first + pass * apart, apart, column, held);
+    }
+}
 
 // All steps of a block, each `Slices` slices long, of which `Stages` - 1 are asked for ahead.
 //
 // `copies` knows what a thread brings of a step: `Copies::count` pieces, each of which it looks up (`from`) and asks for
 // (`copy`) a few products later; `end` goes on to the next step, or to nothing behind the last of them. Before that, with
-// a barrier in between, all threads `prepare` what they share of a step.
+// a barrier in between, all threads `prepare` what they share of a step, if `Copies::prepares`.
 //
 // A warp goes through the rows of a slice. Behind a row's products it reads what that row multiplies in the next slice,
 // so that reading and multiplying alternate. Copies come in batches: ptxas puts three idle reads before each that follows
-// a read of shared memory (`Copies::batches` of them, which a thread needs registers for). The last slice has a barrier in its middle: the next step's tiles
+// a read of shared memory. A thread needs registers for the places of a batch. The last slice has a barrier in its middle: the next step's tiles
 // are there for all, and this step's are no longer read.
 template <int Stages, int Slices, class Products, class Copies>
 __device__ __forceinline__ void steps(Products& products, Copies& copies, char* ring, int stage_bytes, int count) {
     static_assert(Slices % 2 == 0, "operands alternate between two sets of registers, from step to step as well");
-    constexpr int rows = Products::rows, turn = rows / 2, batches = Slices > 2 ? Copies::batches : 1;
+    constexpr int rows = Products::rows, turn = rows / 2, slots = (Slices - 1) * rows;
+    constexpr int batches = Copies::batches < slots ? Copies::batches : slots;
 #pragma unroll
     for (int step = 0; step < Stages - 1; ++step) {
-        copies.prepare(step);
-        __syncthreads();
+        if constexpr (Copies::prepares) {
+            copies.prepare(step);
+            __syncthreads();
+        }
 #pragma unroll
         for (int i = 0; i < Copies::count; ++i) copies.copy(ring + step * stage_bytes, i, copies.from(i));
         copies.end();
         tensor::commit();
     }
-    copies.prepare(Stages - 1);
+    if constexpr (Copies::prepares) copies.prepare(Stages - 1);
     tensor::wait<Stages - 2>();
     __syncthreads();
     products.read_b(ring, 0);
@@ -138,17 +163,19 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
         const char* const next = ring + reading * stage_bytes;
         char* const to = ring + writing * stage_bytes;
         writing = writing + 1 == Stages ? 0 : writing + 1;
-        copies.prepare(step + Stages);
+        if constexpr (Copies::prepares) copies.prepare(step + Stages);
 #pragma unroll
         for (int slice = 0; slice < Slices; ++slice) {
             const bool last = slice == Slices - 1;
             if (!last) products.read_b(tiles, slice + 1);
-            typename Copies::Place from[Copies::count];
-#pragma unroll
-            for (int i = 0; i < Copies::count; ++i)
-                if (i * batches / Copies::count == slice) from[i] = copies.from(i);
 #pragma unroll
             for (int row = 0; row < rows; ++row) {
+                const int slot = slice * rows + row;
+                const int batch = slot < slots && slot * batches % slots < batches ? slot * batches / slots : -1;
+                typename Copies::Place from[Copies::count];
+#pragma unroll
+                for (int i = 0; i < Copies::count; ++i)
+                    if (i * batches / Copies::count == batch) from[i] = copies.from(i);
                 if (last && row == turn) {
                     copies.end();
                     tensor::commit();
@@ -161,10 +188,9 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
                 products.multiply(slice, row);
                 if (!last) products.read_a(tiles, slice + 1, row);
                 if (last && row >= turn) products.read_a(next, 0, row);
-                if (row == 0)
 #pragma unroll
-                    for (int i = 0; i < Copies::count; ++i)
-                        if (i * batches / Copies::count == slice) copies.copy(to, i, from[i]);
+                for (int i = 0; i < Copies::count; ++i)
+                    if (i * batches / Copies::count == batch) copies.copy(to, i, from[i]);
             }
         }
     }
