@@ -75,6 +75,43 @@ def test_right_on_layers(text, direction):
     check(text, direction, replace(Tile(32, 128, 1, 4, 64, 4), splits=3), "bf16")
 
 
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("text", [PROBLEMS["3x3"], PROBLEMS["stride-and-dilation"], *LAYERS[:3], LAYERS[7]])
+def test_right_in_f32_of_products_in_tf32(text, direction, precision):
+    check(f"{text} {precision}", direction, Tile(64, 64, 2, 2, 32, 3), "f32")
+    check(f"{text} {precision}", direction, Tile(32, 64, 1, 2, 16, 3, splits=3), "f32")
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("text", [PROBLEMS["3x3"], PROBLEMS["209-channels"], *LAYERS[:4], LAYERS[8]])
+def test_integers_are_exact(text, splits):
+    check(text, "fprop", Tile(64, 64, 2, 2, 64, 3, splits=splits), "i8*i8>i32")
+
+
+@pytest.mark.parametrize(
+    "direction, dtypes", [("fprop", "f16*f16>f32"), ("dgrad", "f32*bf16>bf16"), ("wgrad", "f16*f32>f16")]
+)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_results_may_be_wider(direction, dtypes, splits):
+    check("n2 c16 h6 w7 k24 r3 s3 stride2 pad1", direction, replace(SMALL, splits=splits), dtypes)
+    if direction != "wgrad":
+        check("n1 c9 h5 w5 k7 r3 s3 pad1 +bias+residual+relu", direction, replace(SMALL, splits=splits), dtypes)
+
+
+def test_tf32x3_keeps_what_is_infinite_and_what_is_large():
+    problem = make("n1 c8 h4 w4 k8 r1 s1 tf32x3", "fprop", "f32", "nhwc")
+    a, b, _ = tensors(problem)
+    a[0, 0, 0, 0], a[0, 0, 1, 1], a[0, 0, 2, 2] = torch.inf, torch.nan, 3.4e38
+    b[:, 0] = 2.0**-10
+    out = run_engine(
+        ENGINE, problem, candidate=with_knobs(ENGINE, problem, Tile(64, 64, 2, 2, 32, 3)), inputs=(a, b, ())
+    ).out
+    assert out[0, :, 0, 0].isinf().all()
+    assert out[0, :, 1, 1].isnan().all()
+    torch.testing.assert_close(out[0, :, 2, 2], torch.full((8,), 3.4e38 * 2.0**-10))
+
+
 @pytest.mark.parametrize("direction", ["fprop", "dgrad"])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
@@ -114,10 +151,12 @@ def test_refusals():
         return refusal(ENGINE, make(text, direction, dtype, layout))
 
     small = "n1 c8 h5 w5 k8 r3 s3"
-    assert reason(small, dtype="f64") == "dtypes are f64*f64*f64; wanted f16 or bf16 for all tensors"
+    wide = reason(small, dtype="f64")
+    assert wide == "dtypes are f64*f64*f64; wanted f16, bf16, f32 or i8, and f32 or i32 as wider results"
+    assert "formed of tf32" in reason(small, dtype="f32")
     assert reason(small, layout="nchw") == "layouts are nchw*nchw*nchw; wanted nhwc for all tensors"
-    wide = reason("n1 c8 h50 w50 k8 r3 s3 stride17", "dgrad")
-    assert wide == "stride is (17, 17); wanted at most 16 in dgrad"
+    steps = reason("n1 c8 h50 w50 k8 r3 s3 stride17", "dgrad")
+    assert steps == "stride is (17, 17); wanted at most 16 in dgrad"
     old = ", ".join(ENGINE.refusals(make(small, "fprop", "f16", "nhwc"), device_for("sm_75")))
     assert old == "the device is sm_75; its products are those of sm_80 and later"
 

@@ -36,8 +36,50 @@ template <class T> inline void product(float (&d)[4], const Fragment& mine, int 
     emulator::wait(2);
 }
 
+// Products of f32 see the first 19 bits of each factor, and lie otherwise.
+inline void product_tf32(float (&d)[4], const Fragment& mine) {
+    const int me = emulator::current, first = me & ~31, g = (me & 31) / 4, t = me & 3;
+    const auto value = [](u32 word) {
+        word &= 0xffffe000u;
+        float found;
+        memcpy(&found, &word, 4);
+        return found;
+    };
+    fragments()[me] = mine;
+    emulator::wait(2);
+    for (int i = 0; i < 4; ++i) {
+        const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+        float sum = 0;
+        for (int k = 0; k < 8; ++k)
+            sum += value(fragments()[first + row % 8 * 4 + k % 4].a[row / 8 + k / 4 * 2]) *
+                   value(fragments()[first + column * 4 + k % 4].b[k / 4]);
+        d[i] += sum;
+    }
+    emulator::wait(2);
+}
+inline u32 round_tf32(u32 bits) {
+    return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + 0x1000u) & 0xffffe000u;
+}
+
 template <class T> inline void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if constexpr (sizeof(T) == 4) return product_tf32(d, {{a0, a1, a2, a3}, {b0, b1}, nullptr});
+    else
     product<T>(d, {{a0, a1, a2, a3}, {b0, b1}, nullptr}, 16);
+}
+template <class T> inline void mma(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const int me = emulator::current, first = me & ~31, g = (me & 31) / 4, t = me & 3;
+    const auto value = [](u32 word, int at) { return int((signed char)(word >> 8 * at)); };
+    fragments()[me] = {{a0, a1, a2, a3}, {b0, b1}, nullptr};
+    emulator::wait(2);
+    for (int i = 0; i < 4; ++i) {
+        const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+        u32 sum = d[i];  // wraps around
+        for (int k = 0; k < 32; ++k)
+            sum += value(fragments()[first + row % 8 * 4 + k % 16 / 4].a[row / 8 + k / 16 * 2], k % 4) *
+                   value(fragments()[first + column * 4 + k % 16 / 4].b[k / 16], k % 4);
+        d[i] = int(sum);
+    }
+    emulator::wait(2);
 }
 template <class T> inline void mma(float (&d)[4], u32 a0, u32 a1, u32 b0) {
     product<T>(d, {{a0, a1, 0, 0}, {b0, 0}, nullptr}, 8);

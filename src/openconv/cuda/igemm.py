@@ -35,6 +35,10 @@ _SHAPES = (
 )  # fmt: skip
 
 
+# Results of inputs.
+_RESULTS = {"f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "f32": ("f32",), "i8": ("i32",)}
+
+
 @dataclass(frozen=True)
 class Tile(Knobs):
     """A block computes ``rows`` x ``columns`` results with ``warps_m`` x ``warps_n`` warps, ``depth`` terms of each sum
@@ -76,8 +80,13 @@ class Igemm(Engine):
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         if not isinstance(device, CudaDevice) or device.capability < 80:
             yield f"the device is {getattr(device, 'arch', device.name)}; its products are those of sm_80 and later"
-        if len(set(problem.dtypes)) > 1 or problem.dtypes[0] not in ("f16", "bf16"):
-            yield f"dtypes are {'*'.join(problem.dtypes)}; wanted f16 or bf16 for all tensors"
+        first, second, result = _dtypes(problem)
+        if first != second or result not in _RESULTS.get(first, ()):
+            yield f"dtypes are {'*'.join(problem.dtypes)}; wanted f16, bf16, f32 or i8, and f32 or i32 as wider results"
+        elif first == "f32" and problem.precision == "ieee":
+            yield "precision is ieee; products of f32 are formed of tf32, as tf32 or tf32x3"
+        elif first == "i8" and problem.direction != "fprop":
+            yield f"the pass is {problem.direction} of i8; wanted fprop"
         if set(problem.layouts) != {"nhwc"}:
             yield f"layouts are {'*'.join(problem.layouts)}; wanted nhwc for all tensors"
         if problem.direction == "dgrad" and max(problem.stride) > _MOST_STRIDE:
@@ -90,11 +99,14 @@ class Igemm(Engine):
             yield "the pixels or the filters are too many for an int"
 
     def traits(self, problem: Problem, knobs: Tile) -> Traits:
-        # Additions within an mma cut bits off rather than round: two units in the last place for every 16 products.
+        # Additions within an mma cut bits off rather than round: two units in the last place for 32 bytes of depth.
         work = _Work(problem, knobs)
         chain = ceil(work.steps / knobs.splits) * knobs.depth
-        error = (chain / 8 + 2 * knobs.splits + 16) * 2.0**-23
-        return Traits("f32", error, batch_invariant=problem.direction == "wgrad" or knobs.splits == 1)
+        error = (chain * work.size / 16 * work.products + 2 * knobs.splits + 16) * 2.0**-23
+        if work.dtype == "f32":
+            error += 2.0**-10 if work.products == 1 else 2.0**-20
+        accumulator = "i32" if work.dtype == "i8" else "f32"
+        return Traits(accumulator, error, batch_invariant=problem.direction == "wgrad" or knobs.splits == 1)
 
     def workspace_bytes(self, problem: Problem, device: Device, knobs: Tile) -> int:
         return 4 * knobs.splits * prod(problem.result_shape) if knobs.splits > 1 else 0
@@ -138,10 +150,16 @@ class Igemm(Engine):
         made = [jit.Source(file, render.traits(problem, work.constants))]
         if knobs.splits > 1:
             constants: dict[str, int | bool | str] = {
-                "together": work.sum_together, "rows": work.sum_rows, "Products": "float",
+                "together": work.sum_together, "rows": work.sum_rows, "Products": work.sums,
             }  # fmt: skip
             made.append(jit.Source("igemm_sum.cu", render.traits(problem, constants)))
         return made
+
+
+def _dtypes(problem: Problem) -> tuple[str, str, str]:
+    """Of the two inputs and the result."""
+    x, w, y = problem.dtypes
+    return {"fprop": (x, w, y), "dgrad": (y, w, x), "wgrad": (x, y, w)}[problem.direction]
 
 
 # -- how a problem is cut up ----------------------------------------------------------------------------------------
@@ -184,20 +202,23 @@ class _Work:
 
     def __init__(self, problem: Problem, knobs: Tile) -> None:
         self.problem, self.knobs = problem, knobs
+        self.dtype = _dtypes(problem)[0]
+        self.size = DTYPE_BYTES[self.dtype]
+        self.products = 3 if self.dtype == "f32" and problem.precision == "tf32x3" else 1
+        self.sums = "int" if self.dtype == "i8" else "float"
         rank, groups = problem.rank, problem.groups
         c, k, taps = problem.c // groups, problem.k // groups, prod(problem.filter)
         constants: dict[str, int | bool | str] = {
             "rank": rank, "depth": knobs.depth, "warps_m": knobs.warps_m, "warps_n": knobs.warps_n,
-            "stages": knobs.stages, "parted": knobs.splits > 1, "Products": "float",
+            "stages": knobs.stages, "parted": knobs.splits > 1, "Products": self.sums, "products": self.products,
         }  # fmt: skip
-        size = DTYPE_BYTES[problem.dtypes[0]]
-        piece = self.piece = 16 // size
-        stage = knobs.depth * size * (knobs.rows + knobs.columns)
+        piece = self.piece = 16 // self.size
+        stage = knobs.depth * self.size * (knobs.rows + knobs.columns)
         kinds = {operand.kind for operand in problem.epilogue.operands}
         pairs = "channel" not in kinds or problem.result_channels // groups % 2 == 0
         self.early = problem.direction != "wgrad" and knobs.splits == 1 and "tensor" not in kinds and pairs
         out = DTYPE_BYTES[problem.result_dtype]
-        results = knobs.rows * (out * knobs.columns + 16 if self.early else 4 * knobs.columns + 32)
+        results = knobs.rows * (knobs.columns + 8) * (out if self.early else 4)
         self.shared = max(knobs.stages * stage, results)
         if problem.direction == "wgrad":
             pixels, columns = problem.n * prod(problem.out), taps * c
@@ -206,7 +227,7 @@ class _Work:
             self.grid = (ceil(k / knobs.rows) * ceil(columns / knobs.columns), groups, knobs.splits)
             constants |= {
                 "filters": knobs.rows, "columns": knobs.columns, "a_vector": gcd(piece, k), "b_vector": gcd(piece, c),
-                "together": gcd(4 if knobs.splits > 1 else 8, columns),
+                "together": gcd(4 if knobs.splits > 1 else 16 // out, columns),
             }  # fmt: skip
             axes = zip(
                 problem.spatial, problem.stride, problem.padding, problem.dilation, problem.filter, problem.out,
@@ -235,7 +256,7 @@ class _Work:
                 "pixels": knobs.rows, "filters": knobs.columns, "along": fprop,
                 "masked": channels % piece == 0 and span >= knobs.depth and taps <= 32,
                 "a_vector": gcd(piece, channels), "b_vector": gcd(piece, taps * c if fprop else c),
-                "together": gcd(4 if knobs.splits > 1 else 8, results),
+                "together": gcd(4 if knobs.splits > 1 else 16 // out, results),
                 "early": self.early, "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],
             }  # fmt: skip
             total = {"fprop": (problem.c, problem.k), "dgrad": (problem.k, problem.c)}[problem.direction]
@@ -256,11 +277,22 @@ class _Work:
         return self.constants["a_vector"] == self.constants["b_vector"] == self.piece
 
     @property
+    def large(self) -> bool:
+        """Whether threads may have as many sums as fit: their places and operands are few."""
+        return self.whole and self.products == 1 and not self.by_value
+
+    @property
+    def by_value(self) -> int:
+        """Operands that lie across the depth and are read value by value."""
+        return {"fprop": 0, "dgrad": 1, "wgrad": 2}[self.problem.direction] if self.size == 4 else 0
+
+    @property
     def registers(self) -> int:
         """Of a thread, about: sums, operands, and the places that it copies from."""
         tile = self.knobs
         mt, nt = tile.rows // tile.warps_m // 16, tile.columns // tile.warps_n // 16
-        return 8 * mt * nt + 4 * mt + 8 * nt + (72 if self.whole and self.problem.direction != "wgrad" else 100)
+        parts = (8 * nt + 8 if self.products > 1 else 0) + 20 * self.by_value
+        return 8 * mt * nt + 4 * mt + 8 * nt + parts + (72 if self.whole and self.problem.direction != "wgrad" else 100)
 
     @property
     def residents(self) -> int:
@@ -287,10 +319,12 @@ class _Work:
         mt, nt = tile.rows // tile.warps_m // 16, tile.columns // tile.warps_n // 16
         # A step: its products, of which mma.sync does two thirds as many as Hopper's wgmma, or what shared memory
         # gives and takes at 128 bytes a cycle.
-        rate = device.half_flops / device.threads * (0.79 if device.capability == 90 else 1.1)
-        products = 2.0 * tile.rows * tile.columns * tile.depth / rate
-        read = tile.warps_m * tile.warps_n * tile.depth / 16 * (mt + nt) * 4
-        filled = (tile.rows + tile.columns) * tile.depth * 2 / 128
+        rate = (
+            device.half_flops / device.threads * (0.79 if device.capability == 90 else 1.1) * 2 / self.size
+        )  # of f16: half as many of f32, twice as many of i8
+        products = 2.0 * tile.rows * tile.columns * tile.depth * self.products / rate
+        read = tile.warps_m * tile.warps_n * tile.depth * self.size / 32 * (mt + nt) * 4
+        filled = (tile.rows + tile.columns) * tile.depth * self.size / 128
         step = max(products, (read + filled) / _CLOCK)
         steps = ceil(self.steps / tile.splits / self.phases)
         blocks = self.blocks_each * tile.splits
@@ -302,7 +336,7 @@ class _Work:
 
         full, rest = divmod(blocks, device.threads * self.residents)
         busy = full * turn(self.residents) + (turn(ceil(rest / device.threads)) if rest else 0.0)
-        cached = blocks * steps * tile.depth * 2 * (tile.rows + tile.columns) / (3.1 * device.bandwidth)
+        cached = blocks * steps * tile.depth * self.size * (tile.rows + tile.columns) / (3.1 * device.bandwidth)
         floors = sorted((busy, cached, problem.min_bytes / (1.1 * device.bandwidth)))
         apart = 1.8e-6 + 8.0 * tile.splits * prod(problem.result_shape) / (1.6 * device.bandwidth)
         return 5.6e-6 + floors[2] + 0.67 * floors[1] + (apart if tile.splits > 1 else 0.0)
@@ -317,13 +351,14 @@ def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
 
 def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
     for rows, columns, warps_m, warps_n in _SHAPES:
-        for depth in (64, 32):
+        # In bytes. Of products in three parts, those of four slices at once are more than registers hold.
+        for depth in (64,) if problem.precision == "tf32x3" else (128, 64):
             for stages in (4, 3):
-                tile = Tile(rows, columns, warps_m, warps_n, depth, stages)
+                tile = Tile(rows, columns, warps_m, warps_n, depth // DTYPE_BYTES[_dtypes(problem)[0]], stages)
                 if not _shares(problem, tile):
                     continue
                 work = _Work(problem, tile)
-                if work.shared > min(_SHARED, device.shared_bytes) or (not work.whole and work.registers > 240):
+                if work.shared > min(_SHARED, device.shared_bytes) or (work.registers > 240 and not work.large):
                     continue
                 yield tile
                 yield from _split(problem, tile, work, device)
@@ -331,10 +366,13 @@ def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
 
 def _shares(problem: Problem, tile: Tile) -> bool:
     """Whether the threads share the copies of a step evenly, and no thread has too many."""
-    piece = 16 // DTYPE_BYTES[problem.dtypes[0]]
+    size = DTYPE_BYTES[_dtypes(problem)[0]]
+    piece = 16 // size
     across = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}[problem.direction]
-    for size, turned in zip((tile.rows, tile.columns), across, strict=True):
-        rows, pieces = (tile.depth, size // piece) if turned else (size, tile.depth // piece)
+    for along, turned in zip((tile.rows, tile.columns), across, strict=True):
+        rows, pieces = (tile.depth, along // piece) if turned else (along, tile.depth // piece)
+        if turned and size == 4 and pieces % 8:  # of values that are read one by one, rows of whole 128 bytes
+            return False
         if tile.threads % pieces or rows % (tile.threads // pieces):
             return False
     return (tile.rows + tile.columns) * tile.depth // piece <= _MOST_COPIES * tile.threads

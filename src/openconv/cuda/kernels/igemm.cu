@@ -17,10 +17,10 @@
 // `masked`, the usual case: pieces are vectors, a tap has at least a step of channels and there are at most 32 taps, so
 // that the next step belongs to the same tap or to the next one, and a bit says whether that is inside.
 //
-// Traits: rank, masked, pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents, along (the filter lies
-// along the depth), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise),
-// phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for igemm_sum), early (what follows the sums reads no
-// tensors, and channels in pairs).
+// Traits: rank, masked, pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents, products (of
+// tf32 for one of f32), along (the filter lies along the depth), a_vector, b_vector (elements that lie side by side
+// and aligned), together (results likewise), phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for
+// igemm_sum), early (what follows the sums reads no tensors, and channels in pairs).
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
@@ -39,23 +39,23 @@ constexpr int warps = Traits::warps_m * Traits::warps_n, threads = 32 * warps, s
 constexpr int MT = BM / Traits::warps_m / 16, NT = BN / Traits::warps_n / 16;
 using ATile = igemm::Tile<T, BM, BK, true>;
 using BTile = igemm::Tile<T, BN, BK, Traits::along>;
-using Products = igemm::Warp<T, ATile, BTile, MT, NT, Sum>;
+using Products = igemm::Warp<T, ATile, BTile, MT, NT, Sum, Traits::products>;
 constexpr int per_piece = ATile::per_piece, slices = BK * int(sizeof(T)) / 32;
 constexpr int stage_bytes = ATile::bytes + BTile::bytes, V = Traits::together;
-constexpr int pitch = BN + 8, out_pitch = BN + 16 / int(sizeof(Traits::Out));
+constexpr int pitch = BN + 8, out_pitch = BN + 8;
 constexpr int results_bytes = Traits::early ? BM * out_pitch * int(sizeof(Traits::Out)) : BM * pitch * 4;
 constexpr int ring_bytes = stages * stage_bytes > results_bytes ? stages * stage_bytes : results_bytes;
-constexpr int a_rows = threads / ATile::pieces, a_count = BM / a_rows;      // rows apart, pieces of a thread
+constexpr int a_rows = threads / ATile::pieces, a_count = BM / a_rows;  // rows apart, pieces of a thread
 constexpr int b_rows = threads / BTile::pieces, b_count = BTile::rows / b_rows;
 static_assert(MT * Traits::warps_m * 16 == BM && NT * Traits::warps_n * 16 == BN, "warps share the tile evenly");
 static_assert(a_count * a_rows == BM && b_count * b_rows == BTile::rows, "threads share the copies evenly");
 
 struct Axis {
-    int in, out;                 // sizes of image and result
-    int step, out_step;          // from one pixel of a phase to the next, in the image and in the result
-    int offset_step;             // from one tap of a phase to the next, in the image
-    int filter, filter_step;     // taps of the filter, and from one tap of a phase to the next
-    Divisor count;               // pixels of a phase
+    int in, out;              // sizes of image and result
+    int step, out_step;       // from one pixel of a phase to the next, in the image and in the result
+    int offset_step;          // from one tap of a phase to the next, in the image
+    int filter, filter_step;  // taps of the filter, and from one tap of a phase to the next
+    Divisor count;            // pixels of a phase
 };
 struct Taps {
     int first, count, offset;  // of a phase: its first tap of the filter, how many, and where the first reads
@@ -124,7 +124,8 @@ struct Windows {
 #pragma unroll
             for (int i = rank - 1; i >= 0; --i) {
                 const Axis& axis = p.axis[i];
-                const int pixel = axis.count.split(m), in = pixel * axis.step, out = pixel * axis.out_step + phase.at[i];
+                const int pixel = axis.count.split(m), in = pixel * axis.step,
+                          out = pixel * axis.out_step + phase.at[i];
                 at[i][row] = there ? in : -(1 << 29);
                 stored = stored && out < axis.out;
                 from += in_size * in;
@@ -226,17 +227,23 @@ struct Copies {
     const Phase& phase;
     const Windows& windows;
     int a_row, a_piece, b_row, b_piece;
-    int steps;           // that are left
+    int steps;  // that are left
     Depth depth;
-    u32 tap;             // masked: a bit for the tap that the depth is at, 0 behind the last step
-    int filter_left;     // along: elements of a filter from the piece on
-    int results_left;    // along: filters from the first one on; across: channels of the result from the piece on
-    Index filter_from;   // along: the piece in the first filter; across: without filter and tap
+    u32 tap;            // masked: a bit for the tap that the depth is at, 0 behind the last step
+    int filter_left;    // along: elements of a filter from the piece on
+    int results_left;   // along: filters from the first one on; across: channels of the result from the piece on
+    Index filter_from;  // along: the piece in the first filter; across: without filter and tap
 
     __device__ __forceinline__ Copies(const Windows& windows, int first_n, int group, int begin, int steps,
                                       const Phase& phase, const Params& p)
-        : p(p), phase(phase), windows(windows), a_row(threadIdx.x / ATile::pieces), a_piece(threadIdx.x % ATile::pieces),
-          b_row(threadIdx.x / BTile::pieces), b_piece(threadIdx.x % BTile::pieces), steps(steps),
+        : p(p),
+          phase(phase),
+          windows(windows),
+          a_row(threadIdx.x / ATile::pieces),
+          a_piece(threadIdx.x % ATile::pieces),
+          b_row(threadIdx.x / BTile::pieces),
+          b_piece(threadIdx.x % BTile::pieces),
+          steps(steps),
           depth(begin * BK + a_piece * per_piece, phase, p) {
         tap = steps > 0 ? 1u << (depth.tap(phase) & 31) : 0;
         if constexpr (Traits::along) {
@@ -265,7 +272,8 @@ struct Copies {
         if constexpr (Traits::masked) {
             tap <<= depth.advance(BK, phase, p);
         } else {
-            for (int left = BK; left > 0; left -= Traits::a_vector) depth.advance(min(left, Traits::a_vector), phase, p);
+            for (int left = BK; left > 0; left -= Traits::a_vector)
+                depth.advance(min(left, Traits::a_vector), phase, p);
         }
         if constexpr (Traits::along) {
             filter_left -= BK;
@@ -285,8 +293,7 @@ struct Copies {
             Depth part = depth;
 #pragma unroll
             for (int v = 0; v < per_piece; v += Traits::a_vector) {
-                const bool inside =
-                    steps > 0 && part.channel < p.channels && part.inside(row, windows, phase, p);
+                const bool inside = steps > 0 && part.channel < p.channels && part.inside(row, windows, phase, p);
                 igemm::bring<Traits::a_vector>(to + v * int(sizeof(T)), p.image + (window.base + part.away), inside);
                 part.advance(Traits::a_vector, phase, p);
             }

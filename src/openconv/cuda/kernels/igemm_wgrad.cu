@@ -11,8 +11,9 @@
 // Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then the windows of two
 // steps' pixels.
 //
-// Traits: rank, filters, columns, depth (pixels of a step), warps_m, warps_n, stages, residents, a_vector, b_vector
-// (elements that lie side by side and aligned), together (results likewise), parted (sums go to `parts`).
+// Traits: rank, filters, columns, depth (pixels of a step), warps_m, warps_n, stages, residents, products (of tf32 for
+// one of f32), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise), parted
+// (sums go to `parts`).
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
@@ -29,7 +30,7 @@ constexpr int warps = Traits::warps_m * Traits::warps_n, threads = 32 * warps, s
 constexpr int MT = BM / Traits::warps_m / 16, NT = BN / Traits::warps_n / 16;
 using ATile = igemm::Tile<T, BM, BK, false>;
 using BTile = igemm::Tile<T, BN, BK, false>;
-using Products = igemm::Warp<T, ATile, BTile, MT, NT, Sum>;
+using Products = igemm::Warp<T, ATile, BTile, MT, NT, Sum, Traits::products>;
 constexpr int per_piece = ATile::per_piece, slices = BK * int(sizeof(T)) / 32;
 constexpr int stage_bytes = ATile::bytes + BTile::bytes, pitch = BN + 8, V = Traits::together;
 constexpr int ring_bytes = stages * stage_bytes > BM * pitch * 4 ? stages * stage_bytes : BM * pitch * 4;
@@ -74,19 +75,26 @@ struct Copies {
     using Place = Window;
 
     const Params& p;
-    Window (*windows)[BK];     // of the pixels of a step, of two steps in turn
+    Window (*windows)[BK];  // of the pixels of a step, of two steps in turn
     int a_piece, a_row, b_piece, b_row;
-    int first, step, steps;    // the first pixel of all steps; the step that is asked for next, and how many there are
-    int k;                     // the first filter of the piece
-    Index gradient_from;       // dy of the thread's first pixel
+    int first, step, steps;     // the first pixel of all steps; the step that is asked for next, and how many there are
+    int k;                      // the first filter of the piece
+    Index gradient_from;        // dy of the thread's first pixel
     int offset[b_parts][rank];  // of a column's tap, as a place in the image
-    Index delta[b_parts];      // and as a way to it, with the channel
+    Index delta[b_parts];       // and as a way to it, with the channel
 
     __device__ __forceinline__ Copies(Window (*windows)[BK], int first_m, int first_n, int group, int begin, int steps,
                                       const Params& p)
-        : p(p), windows(windows), a_piece(threadIdx.x % ATile::pieces), a_row(threadIdx.x / ATile::pieces),
-          b_piece(threadIdx.x % BTile::pieces), b_row(threadIdx.x / BTile::pieces), first(begin * BK), step(0),
-          steps(steps),          k(first_m + a_piece * per_piece) {
+        : p(p),
+          windows(windows),
+          a_piece(threadIdx.x % ATile::pieces),
+          a_row(threadIdx.x / ATile::pieces),
+          b_piece(threadIdx.x % BTile::pieces),
+          b_row(threadIdx.x / BTile::pieces),
+          first(begin * BK),
+          step(0),
+          steps(steps),
+          k(first_m + a_piece * per_piece) {
         gradient_from = Index(first + a_row) * p.gradient_pixel + group * p.filters + k;
 #pragma unroll
         for (int part = 0; part < b_parts; ++part) {
@@ -156,8 +164,7 @@ struct Copies {
         for (int part = 0; part < b_parts; ++part) {
             bool inside = true;
 #pragma unroll
-            for (int j = 0; j < rank; ++j)
-                inside &= unsigned(window.at[j] + offset[part][j]) < unsigned(p.axis[j].in);
+            for (int j = 0; j < rank; ++j) inside &= unsigned(window.at[j] + offset[part][j]) < unsigned(p.axis[j].in);
             igemm::bring<Traits::b_vector>(to + part * Traits::b_vector * int(sizeof(T)),
                                            p.image + (window.base + delta[part]), inside);
         }
@@ -167,7 +174,7 @@ struct Copies {
 // Where rows of sums go.
 struct Results {
     const Params& p;
-    i64 first;  // in dw
+    i64 first;                    // in dw
     int split, filters, columns;  // that are there
 
     template <int Count>
@@ -203,8 +210,7 @@ igemm_wgrad(const __grid_constant__ Params p) {
     const int begin = int(i64(all_steps) * split / p.splits), end = int(i64(all_steps) * (split + 1) / p.splits);
 
     // Load and compute.
-    Copies copies(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), first_m, first_n, group, begin,
-                  end - begin, p);
+    Copies copies(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), first_m, first_n, group, begin, end - begin, p);
     Products products(warp % Traits::warps_m * MT * 16, warp / Traits::warps_m * NT * 16, lane);
     igemm::steps<stages, slices>(products, copies, ring, stage_bytes, end - begin);
 
@@ -213,6 +219,5 @@ igemm_wgrad(const __grid_constant__ Params p) {
     products.store(sums, pitch, [](const Sum(&pair)[2], int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
     __syncthreads();
     const i64 first = i64(group * p.filters + first_m) * p.columns + first_n;
-    igemm::leave<BM, BN, V, threads>(sums, pitch,
-                                     Results{p, first, split, p.filters - first_m, p.columns - first_n});
+    igemm::leave<BM, BN, V, threads>(sums, pitch, Results{p, first, split, p.filters - first_m, p.columns - first_n});
 }

@@ -4,10 +4,12 @@
 //
 // A tile holds a step of the depth k of one operand, in pieces of 16 bytes. Along the depth (`KMajor`) a row is one m or
 // n and its pieces follow the depth; across it, a row is one k and its pieces follow m or n, as they lie in memory where
-// channels are what a result has and not what it sums over. ldmatrix turns those around on the way into registers.
+// channels are what a result has and not what it sums over. ldmatrix turns those around on the way into registers if they
+// have two bytes; f32 is read value by value.
 //
 // Eight rows below each other are read at once. Piece j of a row lies at j ^ (row % 8) of it, so that these eight fall
-// into different banks; where a row has fewer than eight pieces, rows that share 128 bytes share the exchange.
+// into different banks; where a row has fewer than eight pieces, rows that share 128 bytes share the exchange. Values of
+// f32 across the depth are read from four rows and two pieces side by side: these lie at j ^ (2 * row % 8).
 #pragma once
 #include "common/mma.cuh"
 
@@ -21,12 +23,15 @@ struct Tile {
     static constexpr int rows = KMajor ? Size : Depth, pieces = (KMajor ? Depth : Size) / per_piece;
     static constexpr int bytes = rows * pieces * piece_bytes;
     static_assert(pieces == 2 || pieces == 4 || pieces % 8 == 0, "rows share or divide 128 bytes");
-    static_assert(KMajor || sizeof(T) == 2, "ldmatrix turns around elements of two bytes");
+    static constexpr bool by_value = !KMajor && sizeof(T) == 4;
+    static constexpr int slice_rows = 32 / sizeof(T);  // across the depth
+    static_assert(KMajor || sizeof(T) == 2 || pieces % 8 == 0,
+                  "two bytes for ldmatrix, or four in whole rows of banks");
 
     static constexpr int together = pieces < 8 ? pieces : 8, shared = 8 / together, row_bytes = pieces * piece_bytes;
 
     __device__ static __forceinline__ int place(int row, int piece) {
-        return row * row_bytes + (piece ^ (row / shared % together)) * piece_bytes;
+        return row * row_bytes + (piece ^ (by_value ? 2 * row % 8 : row / shared % together)) * piece_bytes;
     }
     // The same `Down` rows further. Eight of them further, pieces are exchanged alike.
     template <int Down>
@@ -34,10 +39,18 @@ struct Tile {
         return Down % 8 == 0 ? place(row, piece) + times * (Down * row_bytes) : place(row + times * Down, piece);
     }
 
+    // Value (k, mn) of a slice, and that four k further, which lies 4 rows below at the same place of its row.
+    __device__ static __forceinline__ const u32* value(const char* tile, int slice, int k, int mn) {
+        return reinterpret_cast<const u32*>(tile + slice * (slice_rows * row_bytes) + place(k, mn / 4)) + mn % 4;
+    }
+
     // Sixteen m, of which the first is a multiple of 16, by 32 bytes of depth: the four registers of A in common/mma.cuh.
     __device__ static __forceinline__ void load_a(u32 (&to)[4], const char* tile, int m, int slice, int lane) {
         if constexpr (KMajor)
             tensor::load_matrices(to, tile + m * row_bytes + place(lane % 16, 2 * slice + lane / 16));
+        else if constexpr (by_value)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[i] = *value(tile, slice, lane % 4 + i / 2 * 4, m + lane / 4 + i % 2 * 8);
         else
             tensor::load_transposed(
                 to, tile + slice * (16 * row_bytes) + place(lane / 16 * 8 + lane % 8, m / 8 + lane / 8 % 2));
@@ -46,20 +59,40 @@ struct Tile {
     // Sixteen n by 32 bytes of depth: the two registers of B for the first eight, then for the others.
     __device__ static __forceinline__ void load_b(u32 (&to)[4], const char* tile, int n, int slice, int lane) {
         if constexpr (KMajor)
-            tensor::load_matrices(
-                to, tile + n * row_bytes + place(lane / 16 * 8 + lane % 8, 2 * slice + lane / 8 % 2));
+            tensor::load_matrices(to, tile + n * row_bytes + place(lane / 16 * 8 + lane % 8, 2 * slice + lane / 8 % 2));
+        else if constexpr (by_value)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[i] = *value(tile, slice, lane % 4 + i % 2 * 4, n + lane / 4 + i / 2 * 8);
         else
             tensor::load_transposed(to, tile + slice * (16 * row_bytes) + place(lane % 16, n / 8 + lane / 16));
     }
 };
 
-// The products of one warp: MT * 16 by NT * 16 results, from (m, n) of the block's on.
-template <class T, class A, class B, int MT, int NT, class Sum>
+// A float as the nearest tf32 and, as another tf32, what that leaves out; together they have 22 bits. What is no number or
+// beyond the largest tf32 is cut off rather than rounded. What is not finite leaves nothing out, and it is not multiplied
+// with what another value leaves out: `finite` is 0 then, and else as `high`.
+struct Tf32 {
+    u32 high, low, finite;
+
+    __device__ __forceinline__ explicit Tf32(u32 bits) : high(tensor::round_tf32(bits)) {
+        if ((high & 0x7f800000u) == 0x7f800000u) high = bits & 0xffffe000u;
+        const bool number = (high & 0x7f800000u) != 0x7f800000u;
+        const float rest = __uint_as_float(bits) - __uint_as_float(high);
+        low = number ? tensor::round_tf32(__float_as_uint(rest)) : 0;
+        finite = number ? high : 0;
+    }
+};
+
+// The products of one warp: MT * 16 by NT * 16 results, from (m, n) of the block's on. Of f32, `Parts` is how many
+// products of tf32 stand for one: 1, or 3, which leave out only the product of both small parts.
+template <class T, class A, class B, int MT, int NT, class Sum, int Parts = 1>
 struct Warp {
     static constexpr int rows = MT;
+    static constexpr bool rounds = sizeof(T) == 4;
 
     Sum sum[MT][2 * NT][4];
     u32 a[MT][4], b[2][NT][4];  // operands of a slice, 32 bytes of the depth; of B also those of the next one
+    u32 b_low[NT][4], b_finite[NT][4];
     int m, n, lane;
 
     __device__ __forceinline__ Warp(int m, int n, int lane) : m(m), n(n), lane(lane) {
@@ -75,12 +108,21 @@ struct Warp {
         for (int j = 0; j < NT; ++j) B::load_b(b[slice % 2][j], tiles + A::bytes, n + 16 * j, slice, lane);
     }
     __device__ __forceinline__ void multiply(int slice, int row) {
+        u32(&left)[4] = a[row];
+        u32 low[4], finite[4];
+        if constexpr (rounds) {
 #pragma unroll
-        for (int j = 0; j < 2 * NT; ++j) {
-            const u32(&right)[4] = b[slice % 2][j / 2];
-            tensor::mma<T>(sum[row][j], a[row][0], a[row][1], a[row][2], a[row][3], right[j % 2 * 2],
-                           right[j % 2 * 2 + 1]);
+            for (int i = 0; i < 4; ++i) round(left[i], low[i], finite[i]);
+            if (row == 0)
+#pragma unroll
+                for (int j = 0; j < 4 * NT; ++j)
+                    round(b[slice % 2][j / 4][j % 4], b_low[j / 4][j % 4], b_finite[j / 4][j % 4]);
         }
+        if constexpr (Parts == 3) {  // the small ones first
+            multiply(row, low, b_finite);
+            multiply(row, finite, b_low);
+        }
+        multiply(row, left, b[slice % 2]);
     }
 
     // The sums as rows of `pitch` values in shared memory. `change` makes two that lie side by side into what is stored.
@@ -99,6 +141,25 @@ struct Warp {
                     ::store<2>(to + row * pitch + column, change(pair, column));
                 }
             }
+    }
+
+  private:
+    __device__ __forceinline__ void multiply(int row, const u32 (&left)[4], const u32 (&right)[NT][4]) {
+#pragma unroll
+        for (int j = 0; j < 2 * NT; ++j)
+            tensor::mma<T>(sum[row][j], left[0], left[1], left[2], left[3], right[j / 2][j % 2 * 2],
+                           right[j / 2][j % 2 * 2 + 1]);
+    }
+
+    __device__ static __forceinline__ void round(u32& value, u32& low, u32& finite) {
+        if constexpr (Parts == 1) {
+            value = tensor::round_tf32(value);
+        } else {
+            const Tf32 parts(value);
+            value = parts.high;
+            low = parts.low;
+            finite = parts.finite;
+        }
     }
 };
 
