@@ -115,6 +115,10 @@ class Engine(ABC):
         """Scratch memory of one call, beyond inputs and result."""
         return 0
 
+    def copies(self, problem: Problem, knobs: Any) -> tuple[str, ...]:
+        """What the runner copies before it computes, one phrase each, for ``explain``."""
+        return ()
+
     def knobs(self, problem: Problem, device: Device) -> Iterable[Any]:
         """The default first, then the search space."""
         return (Knobs(),)

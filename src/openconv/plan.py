@@ -206,6 +206,7 @@ def _steps(problem: Problem, core: Problem, candidate: Candidate, bias: str | No
     for at, (name, have, want) in enumerate(zip(names, problem.layouts, core.layouts, strict=True)):
         if at != problem.result and have != want:
             steps.append(f"copy {name} from {have} to {want}")
+    steps += candidate.engine.copies(core, candidate.knobs)
     times = "four times, on real and imaginary parts, " if problem.dtypes[0].startswith("complex") else ""
     fused = f" with {bias}" if bias else ""
     if candidate.engine.takes_epilogue and not core.epilogue.is_identity:

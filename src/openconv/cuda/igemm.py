@@ -69,8 +69,8 @@ class Igemm(Engine):
     no product has an inserted zero for a factor. Sums that are too few to fill the GPU are split, and the splits added
     up in a fixed order.
 
-    Takes any convolution of images with channels last; wins wherever operations are the limit and Hopper's own
-    instructions are not there.
+    Pieces lie along the channels. Inputs with their channels first are copied before; results are stored in either
+    layout as they are. Wins wherever operations are the limit and Hopper's own instructions are not there.
     """
 
     name = "cuda.igemm"
@@ -87,8 +87,6 @@ class Igemm(Engine):
             yield "precision is ieee; products of f32 are formed of tf32, as tf32 or tf32x3"
         elif first == "i8" and problem.direction != "fprop":
             yield f"the pass is {problem.direction} of i8; wanted fprop"
-        if set(problem.layouts) != {"nhwc"}:
-            yield f"layouts are {'*'.join(problem.layouts)}; wanted nhwc for all tensors"
         if problem.direction == "dgrad" and max(problem.stride) > _MOST_STRIDE:
             yield f"stride is {problem.stride}; wanted at most {_MOST_STRIDE} in dgrad"
         if problem.groups > 65535:
@@ -109,7 +107,10 @@ class Igemm(Engine):
         return Traits(accumulator, error, batch_invariant=problem.direction == "wgrad" or knobs.splits == 1)
 
     def workspace_bytes(self, problem: Problem, device: Device, knobs: Tile) -> int:
-        return 4 * knobs.splits * prod(problem.result_shape) if knobs.splits > 1 else 0
+        return _Memory(problem, knobs).bytes
+
+    def copies(self, problem: Problem, knobs: Tile) -> tuple[str, ...]:
+        return tuple(f"copy {turned.name} from nchw to nhwc" for turned in _turned(problem) if turned)
 
     def knobs(self, problem: Problem, device: Device) -> tuple[Tile, ...]:
         return _knobs(problem, device)
@@ -120,24 +121,37 @@ class Igemm(Engine):
 
     def build(self, problem: Problem, device: Device, knobs: Tile) -> Runner:
         assert isinstance(device, CudaDevice)
-        work = _Work(problem, knobs)
-        sources = self.sources(problem, device, knobs)
+        work, memory, turned = _Work(problem, knobs), _Memory(problem, knobs), _turned(problem)
+        main, *others = self.sources(problem, device, knobs)
         name = "igemm_wgrad" if problem.direction == "wgrad" else "igemm_conv"
-        first = Launch(sources[0], name, device, work.grid, (knobs.threads,), work.params, work.shared)
-        if knobs.splits == 1:
+        follows = any(turned)
+        first = Launch(main, name, device, work.grid, (knobs.threads,), work.params, work.shared, follows)
+        if not memory.bytes:
             return single(first, 16)
+        turns = [
+            Launch(each.source, "channels_last", device, each.grid, (256,), each.params) if each else None
+            for each in turned
+        ]
+        second = None
+        if knobs.splits > 1:
+            grid = (ceil(prod(problem.result_shape) / (work.sum_together * 256 // work.sum_rows)),)
+            second = Launch(others[0], "igemm_sum", device, grid, (256,), work.sum_params, follows=True)
         count = len(problem.epilogue.operands)
-        grid = (ceil(prod(problem.result_shape) / (work.sum_together * 256 // work.sum_rows)),)
-        second = Launch(sources[1], "igemm_sum", device, grid, (256,), work.sum_params, follows=True)
         spare = (0,) * max(0, 1 - count) if problem.direction != "wgrad" else ()
 
         def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
             assert workspace is not None
-            a, b, result, *others = [aligned(each, 16) for each in (a, b, out, *operands)]
-            pointers = tuple([other.data_ptr() for other in others])
-            parts, to = workspace.data_ptr(), result.data_ptr()
-            first(a.data_ptr(), b.data_ptr(), to, *pointers, *spare, parts)
-            second(parts, to, *pointers)
+            a, b, result, *held = [aligned(each, 16) for each in (a, b, out, *operands)]
+            pointers = tuple([each.data_ptr() for each in held])
+            base, to = workspace.data_ptr(), result.data_ptr()
+            inputs = [a.data_ptr(), b.data_ptr()]
+            for at, turn in enumerate(turns):
+                if turn is not None:
+                    turn(inputs[at], base + memory.inputs[at])
+                    inputs[at] = base + memory.inputs[at]
+            first(*inputs, to, *pointers, *spare, base)
+            if second is not None:
+                second(base, to, *pointers)
             if result is not out:
                 out.copy_(result)
 
@@ -151,15 +165,88 @@ class Igemm(Engine):
         if knobs.splits > 1:
             constants: dict[str, int | bool | str] = {
                 "together": work.sum_together, "rows": work.sum_rows, "Products": work.sums,
+                "last": work.last, "filter": problem.direction == "wgrad",
             }  # fmt: skip
             made.append(jit.Source("igemm_sum.cu", render.traits(problem, constants)))
-        return made
+        return made + [turn.source for turn in _turned(problem) if turn]
 
 
 def _dtypes(problem: Problem) -> tuple[str, str, str]:
     """Of the two inputs and the result."""
     x, w, y = problem.dtypes
     return {"fprop": (x, w, y), "dgrad": (y, w, x), "wgrad": (x, y, w)}[problem.direction]
+
+
+# -- tensors with their channels first ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """An input to be copied so that its channels are last: ``images`` times ``channels`` by ``pixels``."""
+
+    name: str
+    images: int
+    channels: int
+    pixels: int
+    size: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.images * self.channels * self.pixels * self.size
+
+    @property
+    def _tiles(self) -> tuple[int, int]:
+        return ceil(self.channels / 64), ceil(self.pixels / 64)
+
+    @property
+    def grid(self) -> tuple[int]:
+        return (self.images * prod(self._tiles),)
+
+    @property
+    def params(self) -> bytes:
+        channels, pixels = self._tiles
+        return pack(2, (), (self.channels, self.pixels, *divisor(channels), *divisor(pixels)))
+
+    @property
+    def source(self) -> jit.Source:
+        most, element = 4 // self.size, {1: "u8", 2: "u16", 4: "u32"}[self.size]
+        numbers = f"from_vector = {gcd(most, self.pixels)}, to_vector = {gcd(most, self.channels)}"
+        body = f"    using Element = {element};\n    static constexpr int {numbers};\n"
+        return jit.Source("channels_last.cu", f"struct Traits {{\n{body}}};\n")
+
+
+def _shape(problem: Problem, tensor: int) -> tuple[int, int, int]:
+    """Of x, w or y: images, or filters; channels; pixels, or taps."""
+    if tensor == 1:
+        return problem.k, problem.c // problem.groups, prod(problem.filter)
+    channels, sizes = ((problem.c, problem.spatial), (0, ()), (problem.k, problem.out))[tensor]
+    return problem.n, channels, prod(sizes)
+
+
+def _is_last(problem: Problem, tensor: int) -> bool:
+    """Whether channels are last, in name or since there is one of them or of the pixels."""
+    _, channels, pixels = _shape(problem, tensor)
+    return problem.layouts[tensor] == "nhwc" or channels == 1 or pixels == 1
+
+
+def _turned(problem: Problem) -> list[_Turn | None]:
+    """Of the two inputs, those that have to be copied."""
+    inputs = {"fprop": (0, 1), "dgrad": (2, 1), "wgrad": (0, 2)}[problem.direction]
+    size = DTYPE_BYTES[_dtypes(problem)[0]]
+    names = "x", "w", "y" if problem.direction == "fprop" else "dy"
+    return [None if _is_last(problem, at) else _Turn(names[at], *_shape(problem, at), size) for at in inputs]
+
+
+class _Memory:
+    """The workspace: sums of splits from its first byte on, then copies of inputs."""
+
+    def __init__(self, problem: Problem, knobs: Tile) -> None:
+        self.bytes = 4 * knobs.splits * prod(problem.result_shape) if knobs.splits > 1 else 0
+        self.inputs = [0, 0]
+        for at, turn in enumerate(_turned(problem)):
+            if turn:
+                self.inputs[at] = ceil(self.bytes / 256) * 256
+                self.bytes = self.inputs[at] + turn.size_bytes
 
 
 # -- how a problem is cut up ----------------------------------------------------------------------------------------
@@ -214,11 +301,16 @@ class _Work:
         }  # fmt: skip
         piece = self.piece = 16 // self.size
         stage = knobs.depth * self.size * (knobs.rows + knobs.columns)
+        self.last = _is_last(problem, problem.result)
+        constants |= {"last": self.last, "follows": any(_turned(problem))}
         kinds = {operand.kind for operand in problem.epilogue.operands}
         pairs = "channel" not in kinds or problem.result_channels // groups % 2 == 0
         self.early = problem.direction != "wgrad" and knobs.splits == 1 and "tensor" not in kinds and pairs
         out = DTYPE_BYTES[problem.result_dtype]
-        results = knobs.rows * (knobs.columns + 8) * (out if self.early else 4)
+        rows, columns = (knobs.rows, knobs.columns)
+        if problem.direction != "wgrad" and not self.last:
+            rows, columns = columns, rows
+        results = rows * (columns + 8) * (out if self.early else 4)
         self.shared = max(knobs.stages * stage, results)
         if problem.direction == "wgrad":
             pixels, columns = problem.n * prod(problem.out), taps * c
@@ -227,7 +319,7 @@ class _Work:
             self.grid = (ceil(k / knobs.rows) * ceil(columns / knobs.columns), groups, knobs.splits)
             constants |= {
                 "filters": knobs.rows, "columns": knobs.columns, "a_vector": gcd(piece, k), "b_vector": gcd(piece, c),
-                "together": gcd(4 if knobs.splits > 1 else 16 // out, columns),
+                "together": gcd(4 if knobs.splits > 1 else 16 // out, columns) if self.last or knobs.splits > 1 else 1,
             }  # fmt: skip
             axes = zip(
                 problem.spatial, problem.stride, problem.padding, problem.dilation, problem.filter, problem.out,
@@ -238,16 +330,18 @@ class _Work:
             narrow += [*divisor(ceil(columns / knobs.columns)), *numbers]
             self.params = pack(4, (prod(problem.w_shape),), narrow)
             self.shared += 2 * knobs.depth * (16 if render.index_type(problem) == "int" else 32)
-            self.inner, self.phases = columns, 1
+            self.inner, self.phases, self.plane = columns if self.last else 1, 1, 1
         else:
             fprop = problem.direction == "fprop"
             channels, results = (c, k) if fprop else (k, c)
             axes_ = _axes(problem)
+            phases = self.phases = prod(len(axis.taps) for axis in axes_)
+            # Results that lie side by side: of a pixel, or pixels of an image unless a phase has every other one.
+            self.plane = prod(problem.out if fprop else problem.spatial)
+            self.inner = results if self.last else self.plane if phases == 1 else 1
             span = channels if fprop else ceil(channels / knobs.depth) * knobs.depth
             rows = problem.n * prod(axis.count for axis in axes_)
             self.rows, self.columns, self.steps = rows, results, ceil(taps * span / knobs.depth)
-            phases = prod(len(axis.taps) for axis in axes_)
-            self.phases = phases
             self.blocks_each = ceil(rows / knobs.rows) * ceil(results / knobs.columns) * groups * phases
             self.grid = (ceil(rows / knobs.rows) * ceil(results / knobs.columns), groups, phases * knobs.splits)
             self.shared += knobs.rows * ((12 if render.index_type(problem) == "int" else 24) + 4 * rank)
@@ -256,7 +350,7 @@ class _Work:
                 "pixels": knobs.rows, "filters": knobs.columns, "along": fprop,
                 "masked": channels % piece == 0 and span >= knobs.depth and taps <= 32,
                 "a_vector": gcd(piece, channels), "b_vector": gcd(piece, taps * c if fprop else c),
-                "together": gcd(4 if knobs.splits > 1 else 16 // out, results),
+                "together": gcd(4 if knobs.splits > 1 else 16 // out, self.inner),
                 "early": self.early, "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],
             }  # fmt: skip
             total = {"fprop": (problem.c, problem.k), "dgrad": (problem.k, problem.c)}[problem.direction]
@@ -266,8 +360,7 @@ class _Work:
                 narrow += [*axis.numbers, *divisor(axis.count)]
             narrow += [value for axis in axes_ for taps_ in axis.taps for value in taps_]
             pointers = 4 + max(1, len(problem.epilogue.operands))
-            self.params = pack(pointers, (prod(problem.result_shape),), narrow)
-            self.inner = problem.result_channels
+            self.params = pack(pointers, (prod(problem.result_shape), self.plane), narrow)
         self.constants = constants
         constants["residents"] = self.residents
 
@@ -302,7 +395,7 @@ class _Work:
 
     @property
     def sum_together(self) -> int:
-        return gcd(4, self.inner)
+        return gcd(4, self.plane) if self.problem.direction != "wgrad" and not self.last else gcd(4, self.inner)
 
     @property
     def sum_rows(self) -> int:
@@ -310,8 +403,11 @@ class _Work:
 
     @property
     def sum_params(self) -> bytes:
-        pointers = 2 + max(1, len(self.problem.epilogue.operands))
-        return pack(pointers, (prod(self.problem.result_shape),), (self.knobs.splits, self.inner))
+        problem = self.problem
+        filter_ = problem.c // problem.groups if problem.direction == "wgrad" else problem.result_channels
+        row = prod(problem.w_shape[1:]) if problem.direction == "wgrad" else filter_
+        pointers = 2 + max(1, len(problem.epilogue.operands))
+        return pack(pointers, (prod(problem.result_shape), self.plane), (self.knobs.splits, row, filter_))
 
     def seconds(self, device: CudaDevice) -> float:
         """Predicted time: fitted to 990 times of 99 layers on an H200, of which half are within 5%."""
@@ -339,7 +435,8 @@ class _Work:
         cached = blocks * steps * tile.depth * self.size * (tile.rows + tile.columns) / (3.1 * device.bandwidth)
         floors = sorted((busy, cached, problem.min_bytes / (1.1 * device.bandwidth)))
         apart = 1.8e-6 + 8.0 * tile.splits * prod(problem.result_shape) / (1.6 * device.bandwidth)
-        return 5.6e-6 + floors[2] + 0.67 * floors[1] + (apart if tile.splits > 1 else 0.0)
+        turned = sum(2e-6 + 2 * turn.size_bytes / (0.7 * device.bandwidth) for turn in _turned(problem) if turn)
+        return 5.6e-6 + floors[2] + 0.67 * floors[1] + (apart if tile.splits > 1 else 0.0) + turned
 
 
 @lru_cache(maxsize=512)

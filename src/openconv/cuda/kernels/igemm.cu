@@ -14,10 +14,12 @@
 //
 // Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then `Windows`.
 //
+// Results have their channels last, or the image's pixels, which they leave shared memory along.
+//
 // `masked`, the usual case: pieces are vectors, a tap has at least a step of channels and there are at most 32 taps, so
 // that the next step belongs to the same tap or to the next one, and a bit says whether that is inside.
 //
-// Traits: rank, masked, pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents, products (of
+// Traits: rank, masked, last (channels, in the result), follows (another kernel, that made an input), pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents, products (of
 // tf32 for one of f32), along (the filter lies along the depth), a_vector, b_vector (elements that lie side by side
 // and aligned), together (results likewise), phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for
 // igemm_sum), early (what follows the sums reads no tensors, and channels in pairs).
@@ -42,8 +44,9 @@ using BTile = igemm::Tile<T, BN, BK, Traits::along>;
 using Products = igemm::Warp<T, ATile, BTile, MT, NT, Sum, Traits::products>;
 constexpr int per_piece = ATile::per_piece, slices = BK * int(sizeof(T)) / 32;
 constexpr int stage_bytes = ATile::bytes + BTile::bytes, V = Traits::together;
-constexpr int pitch = BN + 8, out_pitch = BN + 8;
-constexpr int results_bytes = Traits::early ? BM * out_pitch * int(sizeof(Traits::Out)) : BM * pitch * 4;
+constexpr bool last = Traits::last;
+constexpr int pitch = (last ? BN : BM) + 8;
+constexpr int results_bytes = (last ? BM : BN) * pitch * (Traits::early ? int(sizeof(Traits::Out)) : 4);
 constexpr int ring_bytes = stages * stage_bytes > results_bytes ? stages * stage_bytes : results_bytes;
 constexpr int a_rows = threads / ATile::pieces, a_count = BM / a_rows;  // rows apart, pieces of a thread
 constexpr int b_rows = threads / BTile::pieces, b_count = BTile::rows / b_rows;
@@ -70,6 +73,7 @@ struct Params {
     const void* operands[Traits::Epilogue::count ? Traits::Epilogue::count : 1];
     Sum* parts;
     i64 results;                 // elements of the result
+    i64 plane;                   // pixels of an image of the result
     int rows;                    // pixels of a phase in all images
     int channels, results_each;  // of a group: what is summed over, and channels of the result
     int image_pixel, out_pixel;  // elements of a pixel, all groups
@@ -117,8 +121,9 @@ struct Windows {
             const bool there = m < p.rows;
             bool stored = there;
             m = there ? m : 0;
-            Index from = group * p.channels, to = group * p.results_each + first_n;
-            Index in_size = p.image_pixel, out_size = p.out_pixel;
+            const Index first_channel = group * p.results_each + first_n;
+            Index from = group * p.channels, to = 0;
+            Index in_size = p.image_pixel, out_size = last ? p.out_pixel : 1;
             u32 taps = there;
             int count = 1;
 #pragma unroll
@@ -142,7 +147,8 @@ struct Windows {
                 }
             }
             window[row] = {from + in_size * m, taps};  // what is left is the image
-            result[row] = stored ? to + out_size * m : Index(-1);
+            to += last ? out_size * m + first_channel : out_size * (Index(m) * p.out_pixel + first_channel);
+            result[row] = stored ? to : Index(-1);
         }
     }
 };
@@ -320,38 +326,42 @@ struct Copies {
     }
 };
 
-// Where rows of results go.
+// Where results go: vectors along the channels of a pixel, or along the pixels of a channel.
 struct Finished {
     const Windows& windows;
     const Params& p;
-    int columns;  // that are there
+    int channels, first_channel;  // that are there, and the block's first one
+
+    __device__ __forceinline__ Index place(int row, int column) const {
+        const int n = last ? column : row, m = last ? row : column;
+        if (n >= channels || row >= (last ? BM : BN)) return -1;
+        const Index at = windows.result[m];
+        return at < 0 ? at : at + (last ? Index(n) : Index(n) * Index(p.plane));
+    }
 
     template <int Count>
-    __device__ __forceinline__ void rows(int row, int apart, int n, const Pack<Traits::Out, V> (&held)[Count]) const {
+    __device__ __forceinline__ void rows(int row, int apart, int column,
+                                         const Pack<Traits::Out, V> (&held)[Count]) const {
         Index at[Count];
 #pragma unroll
-        for (int i = 0; i < Count; ++i)
-            at[i] = n < columns && row + i * apart < BM ? windows.result[row + i * apart] : Index(-1);
+        for (int i = 0; i < Count; ++i) at[i] = place(row + i * apart, column);
 #pragma unroll
         for (int i = 0; i < Count; ++i)
-            if (at[i] >= 0) store(p.out + at[i] + n, held[i]);
+            if (at[i] >= 0) store(p.out + at[i], held[i]);
     }
 };
-struct Unfinished {
-    const Windows& windows;
-    const Params& p;
-    int columns, first_channel, split;
+struct Unfinished : Finished {
+    int split;
 
     template <int Count>
-    __device__ __forceinline__ void rows(int row, int apart, int n, const Pack<Sum, V> (&held)[Count]) const {
+    __device__ __forceinline__ void rows(int row, int apart, int column, const Pack<Sum, V> (&held)[Count]) const {
         Index at[Count];
 #pragma unroll
-        for (int i = 0; i < Count; ++i)
-            at[i] = n < columns && row + i * apart < BM ? windows.result[row + i * apart] : Index(-1);
+        for (int i = 0; i < Count; ++i) at[i] = place(row + i * apart, column);
         if constexpr (Traits::parted) {
 #pragma unroll
             for (int i = 0; i < Count; ++i)
-                if (at[i] >= 0) store(p.parts + split * p.results + at[i] + n, held[i]);
+                if (at[i] >= 0) store(p.parts + split * p.results + at[i], held[i]);
         } else {
             Pack<Traits::Out, V> result[Count];
 #pragma unroll
@@ -360,14 +370,14 @@ struct Unfinished {
 #pragma unroll
                 for (int k = 0; k < V; ++k) value[k] = Traits::Sum(held[i].value[k]);
                 const bool there = at[i] >= 0;
-                Traits::Epilogue::apply<V, true>(value, p.operands, there ? first_channel + n : 0,
-                                                 there ? at[i] + n : Index(0));
+                const int channel = first_channel + (last ? column : row + i * apart);
+                Traits::Epilogue::apply<V, last>(value, p.operands, there ? channel : 0, there ? at[i] : Index(0));
 #pragma unroll
                 for (int k = 0; k < V; ++k) result[i].value[k] = Traits::Out(value[k]);
             }
 #pragma unroll
             for (int i = 0; i < Count; ++i)
-                if (at[i] >= 0) store(p.out + at[i] + n, result[i]);
+                if (at[i] >= 0) store(p.out + at[i], result[i]);
         }
     }
 };
@@ -379,6 +389,7 @@ igemm_conv(const __grid_constant__ Params p) {
     Windows& windows = *reinterpret_cast<Windows*>(memory + ring_bytes);
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     if constexpr (Traits::parted) let_next_start();
+    if constexpr (Traits::follows) wait_for_previous();
 
     // Place.
     int tile_m = blockIdx.x;
@@ -401,19 +412,20 @@ igemm_conv(const __grid_constant__ Params p) {
     const int first_channel = group * p.results_each + first_n;
     if constexpr (Traits::early) {
         Traits::Out* const results = reinterpret_cast<Traits::Out*>(ring);
-        products.store(results, out_pitch, [&](const Sum(&pair)[2], int n) {
+        products.store<!last>(results, pitch, [&](const Sum(&pair)[2], int n) {
             Traits::Sum value[2] = {Traits::Sum(pair[0]), Traits::Sum(pair[1])};
             const int channel = min(n, p.results_each - first_n - 2);  // a channel that is there, for one that is not
             Traits::Epilogue::apply<2, true>(value, p.operands, first_channel + channel, Index(0));
             return Pack<Traits::Out, 2>{Traits::Out(value[0]), Traits::Out(value[1])};
         });
         __syncthreads();
-        igemm::leave<BM, BN, V, threads>(results, out_pitch, Finished{windows, p, p.results_each - first_n});
+        igemm::leave<last ? BM : BN, last ? BN : BM, V, threads>(
+            results, pitch, Finished{windows, p, p.results_each - first_n, first_channel});
     } else {
         Sum* const sums = reinterpret_cast<Sum*>(ring);
-        products.store(sums, pitch, [](const Sum(&pair)[2], int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
+        products.store<!last>(sums, pitch, [](const Sum(&pair)[2], int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
         __syncthreads();
-        igemm::leave<BM, BN, V, threads>(sums, pitch,
-                                         Unfinished{windows, p, p.results_each - first_n, first_channel, split});
+        igemm::leave<last ? BM : BN, last ? BN : BM, V, threads>(
+            sums, pitch, Unfinished{{windows, p, p.results_each - first_n, first_channel}, split});
     }
 }

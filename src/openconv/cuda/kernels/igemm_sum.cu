@@ -4,7 +4,10 @@
 // row r adds those from r on, every eighth, and the first row adds what the rows have. The order depends on the number of
 // splits alone.
 //
-// Traits: together, rows (1 or 8).
+// The results lie as the sums do: with their channels last, or pixels; but those of a filter with its channels first,
+// whose sums have their channels last.
+//
+// Traits: together, rows (1 or 8), last (channels), filter.
 
 #include "common/types.cuh"
 #include "common/epilogue.cuh"
@@ -18,8 +21,9 @@ struct Params {
     const Traits::Products* parts;
     Traits::Out* out;
     const void* operands[Traits::Epilogue::count ? Traits::Epilogue::count : 1];
-    i64 results;
-    int splits, out_pixel;  // elements of a pixel of the result
+    i64 results, plane;  // elements of the result, and pixels of one of its images
+    int splits;
+    int row, channels;  // elements of a filter, and channels: of the result's pixels or of the filter
 };
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -49,9 +53,11 @@ igemm_sum(const __grid_constant__ Params p) {
     Traits::Sum value[V];
 #pragma unroll
     for (int k = 0; k < V; ++k) value[k] = Traits::Sum(sum.value[k]);
-    Traits::Epilogue::apply<V, true>(value, p.operands, int(at % p.out_pixel), at);
+    const i64 channel = Traits::last ? at % p.channels : at / p.plane % p.channels;
+    Traits::Epilogue::apply<V, Traits::last>(value, p.operands, int(channel), at);
     Pack<Traits::Out, V> result;
 #pragma unroll
     for (int k = 0; k < V; ++k) result.value[k] = Traits::Out(value[k]);
-    store(p.out + at, result);
+    const int n = Traits::filter && !Traits::last ? int(at % p.row) : 0;  // tap and channel
+    store(p.out + (at - n) + (n % p.channels * (p.row / p.channels) + n / p.channels), result);
 }

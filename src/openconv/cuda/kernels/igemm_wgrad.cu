@@ -11,7 +11,7 @@
 // Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then the windows of two
 // steps' pixels.
 //
-// Traits: rank, filters, columns, depth (pixels of a step), warps_m, warps_n, stages, residents, products (of tf32 for
+// Traits: rank, last (channels, in dw), follows (another kernel, that made an input), filters, columns, depth (pixels of a step), warps_m, warps_n, stages, residents, products (of tf32 for
 // one of f32), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise), parted
 // (sums go to `parts`).
 
@@ -175,14 +175,18 @@ struct Copies {
 struct Results {
     const Params& p;
     i64 first;                    // in dw
-    int split, filters, columns;  // that are there
+    int split, first_n, filters;  // that are there
 
     template <int Count>
-    __device__ __forceinline__ void rows(int row, int apart, int n, const Pack<Sum, V> (&held)[Count]) const {
+    __device__ __forceinline__ void rows(int row, int apart, int column, const Pack<Sum, V> (&held)[Count]) const {
+        const int n = first_n + column;
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
-            if (row + i * apart >= min(BM, filters) || n >= columns) continue;
-            const i64 at = first + i64(row + i * apart) * p.columns + n;
+            if (row + i * apart >= min(BM, filters) || n >= p.columns) continue;
+            // In a filter with its channels first, taps lie side by side.
+            const int place =
+                Traits::parted || Traits::last ? n : n % p.channels * (p.columns / p.channels) + n / p.channels;
+            const i64 at = first + i64(row + i * apart) * p.columns + place;
             if constexpr (Traits::parted) {
                 store(p.parts + split * p.results + at, held[i]);
             } else {
@@ -201,6 +205,7 @@ igemm_wgrad(const __grid_constant__ Params p) {
     char* const ring = reinterpret_cast<char*>(memory);
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     if constexpr (Traits::parted) let_next_start();
+    if constexpr (Traits::follows) wait_for_previous();
 
     // Place.
     int tile_m = blockIdx.x;
@@ -216,8 +221,8 @@ igemm_wgrad(const __grid_constant__ Params p) {
 
     // Store: through shared memory, so that a row's results leave side by side.
     Sum* const sums = reinterpret_cast<Sum*>(ring);
-    products.store(sums, pitch, [](const Sum(&pair)[2], int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
+    products.store<false>(sums, pitch, [](const Sum(&pair)[2], int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
     __syncthreads();
-    const i64 first = i64(group * p.filters + first_m) * p.columns + first_n;
-    igemm::leave<BM, BN, V, threads>(sums, pitch, Results{p, first, split, p.filters - first_m, p.columns - first_n});
+    const i64 first = i64(group * p.filters + first_m) * p.columns;
+    igemm::leave<BM, BN, V, threads>(sums, pitch, Results{p, first, split, first_n, p.filters - first_m});
 }

@@ -125,8 +125,9 @@ struct Warp {
         multiply(row, left, b[slice % 2]);
     }
 
-    // The sums as rows of `pitch` values in shared memory. `change` makes two that lie side by side into what is stored.
-    template <class Value, class Change>
+    // The sums as rows of `pitch` values in shared memory, or as columns (`Turned`). `change` makes two that lie side by
+    // side in a row into what is stored.
+    template <bool Turned, class Value, class Change>
     __device__ __forceinline__ void store(Value* to, int pitch, const Change& change) const {
         const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -138,7 +139,13 @@ struct Warp {
                 for (int j = 0; j < 2 * NT; ++j) {
                     const int column = n + 8 * j + 2 * t;
                     const Sum pair[2] = {sum[i][j][2 * half], sum[i][j][2 * half + 1]};
-                    ::store<2>(to + row * pitch + column, change(pair, column));
+                    const Pack<Value, 2> changed = change(pair, column);
+                    if constexpr (Turned) {
+                        to[column * pitch + row] = changed.value[0];
+                        to[(column + 1) * pitch + row] = changed.value[1];
+                    } else {
+                        ::store(to + row * pitch + column, changed);
+                    }
                 }
             }
     }
@@ -163,23 +170,24 @@ struct Warp {
     }
 };
 
-// Rows of `Columns` values leave shared memory as vectors of V. A thread has the same column of all its rows; it reads
-// four of them before it hands them to `take(row, column, vector)`.
+// Rows of `Columns` values leave shared memory as vectors of V. A thread keeps to a column, or to some where there are more
+// than threads; it reads four rows of it before it hands them to `take.rows(row, apart, column, vectors)`.
 template <int Rows, int Columns, int V, int Threads, class Value, class Take>
 __device__ __forceinline__ void leave(const Value* from, int pitch, const Take& take) {
-    constexpr int across = Columns / V, apart = Threads / across, passes = (Rows + apart - 1) / apart;
+    constexpr int turns = (Columns / V + Threads - 1) / Threads, across = Columns / V / turns;
+    constexpr int apart = Threads / across, passes = (Rows + apart - 1) / apart;
     constexpr int together = passes % 4 == 0 ? 4 : passes % 2 == 0 ? 2 : 1;
-    static_assert(Threads % across == 0, "a thread keeps to its column");
-    const int column = threadIdx.x % across * V, first = threadIdx.x / across;
+    static_assert(across * turns * V == Columns && Threads % across == 0, "threads share the columns evenly");
+    const int first = threadIdx.x / across;
 #pragma unroll 1
-    for (int pass = 0; pass < passes; pass += together) {
+    for (int pass = 0; pass < passes * turns; pass += together) {
+        const int row = first + pass % passes * apart, column = (threadIdx.x % across + pass / passes * across) * V;
         Pack<Value, V> held[together];
 #pragma unroll
-        for (int i = 0; i < together; ++i) {
-            const int row = first + (pass + i) * apart;
-            if (Rows % apart == 0 || row < Rows) held[i] = load<V>(from + row * pitch + column);
-        }
-        take.template rows<together>(first + pass * apart, apart, column, held);
+        for (int i = 0; i < together; ++i)
+            if (Rows % apart == 0 || row + i * apart < Rows)
+                held[i] = load<V>(from + (row + i * apart) * pitch + column);
+        take.template rows<together>(row, apart, column, held);
     }
 }
 
