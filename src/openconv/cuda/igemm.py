@@ -195,8 +195,15 @@ class _Turn:
         return self.images * self.channels * self.pixels * self.size
 
     @property
+    def tile(self) -> tuple[int, int]:
+        """Channels and pixels of a block: some 4096, as long as the image has so many."""
+        pixels = min(64, self.pixels)
+        return min(max(64, 4096 // pixels // 64 * 64), ceil(self.channels / 64) * 64), pixels
+
+    @property
     def _tiles(self) -> tuple[int, int]:
-        return ceil(self.channels / 64), ceil(self.pixels / 64)
+        channels, pixels = self.tile
+        return ceil(self.channels / channels), ceil(self.pixels / pixels)
 
     @property
     def grid(self) -> tuple[int]:
@@ -210,7 +217,9 @@ class _Turn:
     @property
     def source(self) -> jit.Source:
         most, element = 4 // self.size, {1: "u8", 2: "u16", 4: "u32"}[self.size]
-        numbers = f"from_vector = {gcd(most, self.pixels)}, to_vector = {gcd(most, self.channels)}"
+        vectors = gcd(most, self.pixels) if self.pixels % 4 == 0 else 1, gcd(most, self.channels)
+        tile_c, tile_x = self.tile
+        numbers = f"tile_c = {tile_c}, tile_x = {tile_x}, from_vector = {vectors[0]}, to_vector = {vectors[1]}"
         body = f"    using Element = {element};\n    static constexpr int {numbers};\n"
         return jit.Source("channels_last.cu", f"struct Traits {{\n{body}}};\n")
 
@@ -418,6 +427,8 @@ class _Work:
         rate = (
             device.half_flops / device.threads * (0.79 if device.capability == 90 else 1.1) * 2 / self.size
         )  # of f16: half as many of f32, twice as many of i8
+        if self.size == 4:  # reading value by value and taking values apart come between products
+            rate *= 0.4 if self.products == 3 else (0.9, 0.75, 0.75)[self.by_value]
         products = 2.0 * tile.rows * tile.columns * tile.depth * self.products / rate
         read = tile.warps_m * tile.warps_n * tile.depth * self.size / 32 * (mt + nt) * 4
         filled = (tile.rows + tile.columns) * tile.depth * self.size / 128
@@ -443,7 +454,11 @@ class _Work:
 def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
     assert isinstance(device, CudaDevice)
     seconds = {tile: _Work(problem, tile).seconds(device) for tile in _tiles(problem, device)}
-    return tuple(sorted(seconds, key=seconds.__getitem__)[:_ALTERNATIVES])
+    ordered = sorted(seconds, key=seconds.__getitem__)
+    best = ordered[:_ALTERNATIVES]
+    # Bits that do not depend on the batch, and no sums in the workspace, are to be had without splits alone.
+    whole = [tile for tile in ordered if tile.splits == 1][:1]
+    return (*best, *(tile for tile in whole if tile not in best))
 
 
 def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
