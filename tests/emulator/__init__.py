@@ -24,6 +24,7 @@ REPLACED = (
     "common/convert.cuh",
     "common/async.cuh",
     "common/mma.cuh",
+    "common/mma_types.cuh",
     "common/shared.cuh",
     "common/wgmma.cuh",
     "common/bulk.cuh",

@@ -1,4 +1,4 @@
-// common/mma.cuh for the emulator: what a warp computes together goes through a buffer with one entry for each thread.
+// common/mma.cuh and common/mma_types.cuh for the emulator: what a warp computes together goes through a buffer with one entry for each thread.
 namespace tensor {
 
 using u32 = unsigned;
@@ -107,6 +107,7 @@ template <int Bytes> inline void copy(void* to, const void* from, bool inside) {
     if (inside) memcpy(to, from, Bytes);
     else memset(to, 0, Bytes);
 }
+inline void copy_eight(void* to, const void* from, bool inside) { copy<8>(to, from, inside); }
 inline void commit() {}
 template <int Left> inline void wait() {}
 

@@ -11,7 +11,7 @@
 // into different banks; where a row has fewer than eight pieces, rows that share 128 bytes share the exchange. Values of
 // f32 across the depth are read from four rows and two pieces side by side: these lie at j ^ (2 * row % 8).
 #pragma once
-#include "common/mma.cuh"
+#include "common/mma_types.cuh"
 
 namespace igemm {
 
@@ -272,7 +272,9 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
 template <int Count, class T>
 __device__ __forceinline__ void bring(void* to, const T* from, bool inside) {
     constexpr int size = Count * sizeof(T);
-    if constexpr (size >= 4) {
+    if constexpr (size == 8) {
+        tensor::copy_eight(to, from, inside);
+    } else if constexpr (size >= 4) {
         tensor::copy<size>(to, from, inside);
     } else {
         T none = {};

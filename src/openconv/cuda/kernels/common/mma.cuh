@@ -5,13 +5,6 @@
 //     B (16 x 8)    b[0]: rows 2t, 2t+1 of column g;  b[1]: rows 2t+8, 2t+9
 //     D (16 x 8)    d[0], d[1]: row g, columns 2t, 2t+1;  d[2], d[3]: row g+8
 // A product of depth 8 takes a[0], a[1] and b[0].
-//
-// Of f32, whose values are rounded to tf32 (`round_tf32`) before, products are 8 deep:
-//     A (16 x 8)    a[0]: row g, column t;  a[1]: row g+8;  a[2], a[3]: the same rows, column t+4
-//     B (8 x 8)     b[0]: row t of column g;  b[1]: row t+4
-// Of i8, four values lie in one register and products are 32 deep:
-//     A (16 x 32)   a[0]: row g, columns 4t to 4t+3;  a[1]: row g+8;  a[2], a[3]: the same rows, columns from 4t+16 on
-//     B (32 x 8)    b[0]: rows 4t to 4t+3 of column g;  b[1]: rows from 4t+16 on
 #pragma once
 #include "common/types.cuh"
 
@@ -21,8 +14,6 @@ template <class T>
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
 template <class T>
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 b0);
-template <class T>
-__device__ __forceinline__ void mma(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
 
 #if __CUDA_ARCH__ >= 800
 template <>
@@ -37,27 +28,6 @@ __device__ __forceinline__ void mma<bf16>(float (&d)[4], u32 a0, u32 a1, u32 a2,
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-template <>
-__device__ __forceinline__ void mma<f32>(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-template <>
-__device__ __forceinline__ void mma<i8>(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// The nearest tf32, 11 significant bits, of a float's bits; ties go away from zero.
-__device__ __forceinline__ u32 round_tf32(u32 bits) {
-    u32 rounded;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(bits)));
-    return rounded;
 }
 
 template <>
@@ -107,10 +77,10 @@ __device__ __forceinline__ void load_transposed(u32 (&to)[2], const void* row) {
                  : "memory");
 }
 
-// 4, 8 or 16 bytes from global to shared memory without a register in between; zeros, and nothing read, unless `inside`.
+// 4 or 16 bytes from global to shared memory without a register in between; zeros, and nothing read, unless `inside`.
 template <int Bytes>
 __device__ __forceinline__ void copy(void* to, const void* from, bool inside) {
-    static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "what cp.async copies");
+    static_assert(Bytes == 4 || Bytes == 16, "what cp.async copies here");
     const int read = inside ? Bytes : 0;
     if constexpr (Bytes == 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -118,9 +88,9 @@ __device__ __forceinline__ void copy(void* to, const void* from, bool inside) {
                      : "r"(shared_address(to)), "l"(from), "r"(read)
                      : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;"
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
                      :
-                     : "r"(shared_address(to)), "l"(from), "r"(read), "n"(Bytes)
+                     : "r"(shared_address(to)), "l"(from), "r"(read)
                      : "memory");
 }
 
@@ -139,11 +109,6 @@ template <class T>
 __device__ __forceinline__ void mma(float (&)[4], u32, u32, u32) {
     __trap();
 }
-template <class T>
-__device__ __forceinline__ void mma(int (&)[4], u32, u32, u32, u32, u32, u32) {
-    __trap();
-}
-__device__ __forceinline__ u32 round_tf32(u32 bits) { return bits; }
 __device__ __forceinline__ void load_matrices(u32 (&)[4], const void*) { __trap(); }
 __device__ __forceinline__ void load_transposed(u32 (&)[4], const void*) { __trap(); }
 __device__ __forceinline__ void load_matrices(u32 (&)[2], const void*) { __trap(); }
