@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openconv.cuda import jit
-from openconv.cuda.device import ARCHITECTURES, device_for
+from openconv.cuda.device import device_for
 from openconv.cuda.igemm import Igemm, Tile
 from openconv.epilogue import Epilogue
 from openconv.plan import steps_of
@@ -47,20 +47,20 @@ IMAGES = [name for name in NAMES if " h" in PROBLEMS[name]]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("name", IMAGES[::2])
+@pytest.mark.parametrize("name", IMAGES[::4])
 def test_right(name, direction):
     check(PROBLEMS[name], direction, SMALL)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("name", [*NAMES[1::4], "1d", "1d-stride"])
+@pytest.mark.parametrize("name", [*NAMES[1::8], "1d", "1d-stride"])
 def test_right_with_channels_first(name, direction):
     check(PROBLEMS[name], direction, NARROW, layout="nchw")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
-@pytest.mark.parametrize("dtype, splits", [("f16", 1), ("f16", 3), ("f32 tf32", 1), ("i8*i8>i32", 2)])
+@pytest.mark.parametrize("dtype, splits", [("f16", 3), ("f32 tf32", 1), ("i8*i8>i32", 2)])
 def test_layouts_may_differ(layout, direction, dtype, splits):
     if dtype[0] == "i" and direction != "fprop":
         pytest.skip("i8 to i32 is a forward pass")
@@ -82,8 +82,8 @@ def test_explain_shows_what_is_copied():
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("knobs", [replace(SMALL, splits=2), NARROW, replace(NARROW, depth=64, splits=5)], ids=str)
-@pytest.mark.parametrize("name", ["3x3", "209-channels", "stride-and-dilation", "3d-everything", "octets-unpadded"])
+@pytest.mark.parametrize("knobs", [replace(SMALL, splits=2), replace(NARROW, depth=64, splits=5)], ids=str)
+@pytest.mark.parametrize("name", ["209-channels", "stride-and-dilation", "3d-everything"])
 def test_right_with_other_tiles_and_splits(name, knobs, direction):
     check(PROBLEMS[name], direction, knobs)
 
@@ -106,11 +106,12 @@ LAYERS = (
 @pytest.mark.parametrize("text", LAYERS)
 def test_right_on_layers(text, direction):
     check(text, direction, Tile(64, 64, 2, 2, 32, 3))
-    check(text, direction, replace(Tile(32, 128, 1, 4, 64, 4), splits=3), "bf16")
+    if text in LAYERS[::4]:
+        check(text, direction, replace(Tile(32, 128, 1, 4, 64, 4), splits=3), "bf16")
 
 
 @pytest.mark.parametrize("direction", ["fprop", "dgrad"])
-@pytest.mark.parametrize("layout, splits", [("nhwc", 1), ("nhwc", 3), ("nchw", 1), ("nchw", 3)])
+@pytest.mark.parametrize("layout, splits", [("nhwc", 1), ("nhwc", 3), ("nchw", 1)])
 @pytest.mark.parametrize("text", ["n1 c9 h5 w5 k7 r3 s3 pad1", "n1 c24 h4 w5 k12 r3 s3 stride2 pad1 g3"])
 @pytest.mark.parametrize(
     "epilogue", ["+bias+relu", "+bias+residual+relu", "+=sub(tanh(t.b),max(acc,c.a))", "+mul(s.a)"]
@@ -122,7 +123,7 @@ def test_the_epilogue_is_part_of_the_kernel(text, direction, layout, splits, epi
 def test_the_search_begins_with_what_is_right():
     for direction in DIRECTIONS:
         problem = make(LAYERS[0], direction, "f16", "nhwc")
-        for candidate in islice(candidates(ENGINE, problem), 4):
+        for candidate in islice(candidates(ENGINE, problem), 2):
             check_engine(ENGINE, problem, candidate=candidate)
 
 
@@ -156,10 +157,8 @@ def test_refusals():
 
 
 def test_the_default_spills_nowhere():
-    for arch in ARCHITECTURES:
+    for arch in ("sm_80", "sm_90a", "sm_120"):
         device = device_for(arch)
-        if device.capability < 80:
-            continue
         for direction in DIRECTIONS:
             problem = make("n16 c64 h56 w56 k64 r3 s3 pad1", direction, "f16", "nhwc")
             tile = next(iter(ENGINE.knobs(problem, device)))
@@ -170,7 +169,7 @@ def test_the_default_spills_nowhere():
 EXACT = ("", "+bias+relu", "+bias+residual+leaky_relu(0.25)", "+mul(c.a)+add(t.b)+clamp(-1,2)", "+max(s.floor)")
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(problem=problems(dtypes=("f16",), epilogues=st.sampled_from(EXACT).map(Epilogue.parse)))
 def test_right_on_random_problems(problem: Problem):
     check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, SMALL))
