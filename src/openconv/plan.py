@@ -241,7 +241,7 @@ def _real_call(core: Problem, candidate: Candidate, runner: Runner, device: Devi
 
 
 def _input_layouts(problem: Problem) -> tuple[str, str]:
-    first, second = {"fprop": (0, 1), "dgrad": (2, 1), "wgrad": (0, 2)}[problem.direction]
+    first, second = problem.inputs
     return problem.layouts[first], problem.layouts[second]
 
 
@@ -292,10 +292,7 @@ def _bare_call(core: Problem, lean: Callable[..., Tensor]) -> Callable[..., Tens
 
 def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Epilogue, takes_epilogue: bool) -> Any:
     """The whole call around the engine's: casts, layouts, complex parts, epilogue."""
-    inputs = [at for at in range(3) if at != problem.result]
-    if problem.direction == "dgrad":
-        inputs.reverse()  # dgrad takes (dy, w)
-    (a_dtype, a_layout), (b_dtype, b_layout) = ((DTYPES[core.dtypes[at]], core.layouts[at]) for at in inputs)
+    (a_dtype, a_layout), (b_dtype, b_layout) = ((DTYPES[core.dtypes[at]], core.layouts[at]) for at in problem.inputs)
     out_dtype, core_dtype = DTYPES[problem.result_dtype], DTYPES[core.result_dtype]
     out_layout = problem.layouts[problem.result]
     names = [operand.name for operand in problem.epilogue.operands]

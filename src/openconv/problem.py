@@ -170,6 +170,11 @@ class Problem:
         return {"fprop": 2, "dgrad": 0, "wgrad": 1}[self.direction]
 
     @property
+    def inputs(self) -> tuple[int, int]:
+        """Which of (x, w, y) the two inputs of this pass are, in their order: dgrad takes (dy, w)."""
+        return {"fprop": (0, 1), "dgrad": (2, 1), "wgrad": (0, 2)}[self.direction]
+
+    @property
     def result_shape(self) -> tuple[int, ...]:
         """Shape of what this pass computes."""
         return (self.x_shape, self.w_shape, self.y_shape)[self.result]

@@ -173,8 +173,8 @@ class Igemm(Engine):
 
 def _dtypes(problem: Problem) -> tuple[str, str, str]:
     """Of the two inputs and the result."""
-    x, w, y = problem.dtypes
-    return {"fprop": (x, w, y), "dgrad": (y, w, x), "wgrad": (x, y, w)}[problem.direction]
+    first, second = problem.inputs
+    return problem.dtypes[first], problem.dtypes[second], problem.result_dtype
 
 
 # -- tensors with their channels first ------------------------------------------------------------------------------
@@ -240,10 +240,9 @@ def _is_last(problem: Problem, tensor: int) -> bool:
 
 def _turned(problem: Problem) -> list[_Turn | None]:
     """Of the two inputs, those that have to be copied."""
-    inputs = {"fprop": (0, 1), "dgrad": (2, 1), "wgrad": (0, 2)}[problem.direction]
     size = DTYPE_BYTES[_dtypes(problem)[0]]
     names = "x", "w", "y" if problem.direction == "fprop" else "dy"
-    return [None if _is_last(problem, at) else _Turn(names[at], *_shape(problem, at), size) for at in inputs]
+    return [None if _is_last(problem, at) else _Turn(names[at], *_shape(problem, at), size) for at in problem.inputs]
 
 
 class _Memory:
@@ -323,8 +322,7 @@ class _Work:
         self.shared = max(knobs.stages * stage, results)
         if problem.direction == "wgrad":
             pixels, columns = problem.n * prod(problem.out), taps * c
-            self.rows, self.columns, self.steps = k, columns, ceil(pixels / knobs.depth)
-            self.blocks_each = ceil(k / knobs.rows) * ceil(columns / knobs.columns) * groups
+            self.steps = ceil(pixels / knobs.depth)
             self.grid = (ceil(k / knobs.rows) * ceil(columns / knobs.columns), groups, knobs.splits)
             constants |= {
                 "filters": knobs.rows, "columns": knobs.columns, "a_vector": gcd(piece, k), "b_vector": gcd(piece, c),
@@ -350,8 +348,7 @@ class _Work:
             self.inner = results if self.last else self.plane if phases == 1 else 1
             span = channels if fprop else ceil(channels / knobs.depth) * knobs.depth
             rows = problem.n * prod(axis.count for axis in axes_)
-            self.rows, self.columns, self.steps = rows, results, ceil(taps * span / knobs.depth)
-            self.blocks_each = ceil(rows / knobs.rows) * ceil(results / knobs.columns) * groups * phases
+            self.steps = ceil(taps * span / knobs.depth)
             self.grid = (ceil(rows / knobs.rows) * ceil(results / knobs.columns), groups, phases * knobs.splits)
             self.shared += knobs.rows * ((12 if render.index_type(problem) == "int" else 24) + 4 * rank)
             counts = [len(axis.taps) for axis in axes_] + [1] * (3 - rank)
@@ -434,7 +431,7 @@ class _Work:
         filled = (tile.rows + tile.columns) * tile.depth * self.size / 128
         step = max(products, (read + filled) / _CLOCK)
         steps = ceil(self.steps / tile.splits / self.phases)
-        blocks = self.blocks_each * tile.splits
+        blocks = prod(self.grid)
 
         def turn(blocks_each: int) -> float:
             """Blocks of a multiprocessor side by side: each waits for its first data and stores its results."""
@@ -495,7 +492,7 @@ def _split(problem: Problem, tile: Tile, work: _Work, device: CudaDevice) -> Ite
     slots = device.threads * work.residents
     found: set[int] = set()
     for waves in (1, 2):
-        count = waves * slots // work.blocks_each
+        count = waves * slots // prod(work.grid)
         if problem.direction != "wgrad":
             count = min(count, 16)
         found.add(min(count, work.steps // 4))
