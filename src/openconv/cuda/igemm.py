@@ -13,11 +13,12 @@ from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
 from ..problem import DTYPE_BYTES, Problem
 from . import jit, render
+from .channels_last import is_last, turned_inputs
 from .device import CudaDevice
 from .divide import divisor
 from .launch import Launch, aligned, pack, single
 
-__all__ = ["Igemm", "Tile"]
+__all__ = ["Axis", "Igemm", "Tile", "axes"]
 
 _SHARED = 226 << 10  # bytes of a multiprocessor
 _REGISTERS = 1 << 16
@@ -110,7 +111,7 @@ class Igemm(Engine):
         return _Memory(problem, knobs).bytes
 
     def copies(self, problem: Problem, knobs: Tile) -> tuple[str, ...]:
-        return tuple(f"copy {turned.name} from nchw to nhwc" for turned in _turned(problem) if turned)
+        return tuple(f"copy {turned.name} from nchw to nhwc" for turned in turned_inputs(problem) if turned)
 
     def knobs(self, problem: Problem, device: Device) -> tuple[Tile, ...]:
         return _knobs(problem, device)
@@ -121,17 +122,14 @@ class Igemm(Engine):
 
     def build(self, problem: Problem, device: Device, knobs: Tile) -> Runner:
         assert isinstance(device, CudaDevice)
-        work, memory, turned = _Work(problem, knobs), _Memory(problem, knobs), _turned(problem)
+        work, memory, turned = _Work(problem, knobs), _Memory(problem, knobs), turned_inputs(problem)
         main, *others = self.sources(problem, device, knobs)
         name = "igemm_wgrad" if problem.direction == "wgrad" else "igemm_conv"
         follows = any(turned)
         first = Launch(main, name, device, work.grid, (knobs.threads,), work.params, work.shared, follows)
         if not memory.bytes:
             return single(first, 16)
-        turns = [
-            Launch(each.source, "channels_last", device, each.grid, (256,), each.params) if each else None
-            for each in turned
-        ]
+        turns = [each.launch(device) if each else None for each in turned]
         second = None
         if knobs.splits > 1:
             grid = (ceil(prod(problem.result_shape) / (work.sum_together * 256 // work.sum_rows)),)
@@ -168,7 +166,7 @@ class Igemm(Engine):
                 "last": work.last, "filter": problem.direction == "wgrad",
             }  # fmt: skip
             made.append(jit.Source("igemm_sum.cu", render.traits(problem, constants)))
-        return made + [turn.source for turn in _turned(problem) if turn]
+        return made + [turn.source for turn in turned_inputs(problem) if turn]
 
 
 def _dtypes(problem: Problem) -> tuple[str, str, str]:
@@ -177,81 +175,13 @@ def _dtypes(problem: Problem) -> tuple[str, str, str]:
     return problem.dtypes[first], problem.dtypes[second], problem.result_dtype
 
 
-# -- tensors with their channels first ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """An input to be copied so that its channels are last: ``images`` times ``channels`` by ``pixels``."""
-
-    name: str
-    images: int
-    channels: int
-    pixels: int
-    size: int
-
-    @property
-    def size_bytes(self) -> int:
-        return self.images * self.channels * self.pixels * self.size
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Channels and pixels of a block: some 4096, as long as the image has so many."""
-        pixels = min(64, self.pixels)
-        return min(max(64, 4096 // pixels // 64 * 64), ceil(self.channels / 64) * 64), pixels
-
-    @property
-    def _tiles(self) -> tuple[int, int]:
-        channels, pixels = self.tile
-        return ceil(self.channels / channels), ceil(self.pixels / pixels)
-
-    @property
-    def grid(self) -> tuple[int]:
-        return (self.images * prod(self._tiles),)
-
-    @property
-    def params(self) -> bytes:
-        channels, pixels = self._tiles
-        return pack(2, (), (self.channels, self.pixels, *divisor(channels), *divisor(pixels)))
-
-    @property
-    def source(self) -> jit.Source:
-        most, element = 4 // self.size, {1: "u8", 2: "u16", 4: "u32"}[self.size]
-        vectors = gcd(most, self.pixels) if self.pixels % 4 == 0 else 1, gcd(most, self.channels)
-        tile_c, tile_x = self.tile
-        numbers = f"tile_c = {tile_c}, tile_x = {tile_x}, from_vector = {vectors[0]}, to_vector = {vectors[1]}"
-        body = f"    using Element = {element};\n    static constexpr int {numbers};\n"
-        return jit.Source("channels_last.cu", f"struct Traits {{\n{body}}};\n")
-
-
-def _shape(problem: Problem, tensor: int) -> tuple[int, int, int]:
-    """Of x, w or y: images, or filters; channels; pixels, or taps."""
-    if tensor == 1:
-        return problem.k, problem.c // problem.groups, prod(problem.filter)
-    channels, sizes = ((problem.c, problem.spatial), (0, ()), (problem.k, problem.out))[tensor]
-    return problem.n, channels, prod(sizes)
-
-
-def _is_last(problem: Problem, tensor: int) -> bool:
-    """Whether channels are last, in name or since there is one of them or of the pixels."""
-    _, channels, pixels = _shape(problem, tensor)
-    return problem.layouts[tensor] == "nhwc" or channels == 1 or pixels == 1
-
-
-def _turned(problem: Problem) -> list[_Turn | None]:
-    """Of the two inputs, those that have to be copied."""
-    size = DTYPE_BYTES[_dtypes(problem)[0]]
-    names = "x", "w", "y" if problem.direction == "fprop" else "dy"
-    return [None if _is_last(problem, at) else _Turn(names[at], *_shape(problem, at), size) for at in problem.inputs]
-
-
 class _Memory:
     """The workspace: sums of splits from its first byte on, then copies of inputs."""
 
     def __init__(self, problem: Problem, knobs: Tile) -> None:
         self.bytes = 4 * knobs.splits * prod(problem.result_shape) if knobs.splits > 1 else 0
         self.inputs = [0, 0]
-        for at, turn in enumerate(_turned(problem)):
+        for at, turn in enumerate(turned_inputs(problem)):
             if turn:
                 self.inputs[at] = ceil(self.bytes / 256) * 256
                 self.bytes = self.inputs[at] + turn.size_bytes
@@ -261,7 +191,7 @@ class _Memory:
 
 
 @dataclass(frozen=True)
-class _Axis:
+class Axis:
     """One axis of fprop or dgrad: ``count`` pixels of a phase, ``taps`` of each phase as (first of the filter, how
     many, where the first reads)."""
 
@@ -270,14 +200,15 @@ class _Axis:
     taps: tuple[tuple[int, int, int], ...]
 
 
-def _axes(problem: Problem) -> list[_Axis]:
-    axes = []
+def axes(problem: Problem) -> list[Axis]:
+    """The axes of a fprop or dgrad."""
+    found = []
     each = zip(
         problem.spatial, problem.out, problem.filter, problem.stride, problem.padding, problem.dilation, strict=True
     )
     for size, out, taps, stride, (pad, _), dilation in each:
         if problem.direction == "fprop":
-            axes.append(_Axis((size, out, stride, 1, dilation, taps, 1), out, ((0, taps, -pad),)))
+            found.append(Axis((size, out, stride, 1, dilation, taps, 1), out, ((0, taps, -pad),)))
             continue
         # Position f + stride * i of dx meets tap r where f + pad - r * dilation is a multiple of the stride.
         common = gcd(stride, dilation)
@@ -288,8 +219,8 @@ def _axes(problem: Problem) -> list[_Axis]:
             count = len(range(first, taps, every)) if met else 0
             phases.append((first, count, (phase + pad - first * dilation) // stride if met else 0))
         numbers = (out, size, 1, stride, -dilation // common, taps, every)
-        axes.append(_Axis(numbers, ceil(size / stride), tuple(phases)))
-    return axes
+        found.append(Axis(numbers, ceil(size / stride), tuple(phases)))
+    return found
 
 
 class _Work:
@@ -309,8 +240,8 @@ class _Work:
         }  # fmt: skip
         piece = self.piece = 16 // self.size
         stage = knobs.depth * self.size * (knobs.rows + knobs.columns)
-        self.last = _is_last(problem, problem.result)
-        constants |= {"last": self.last, "follows": any(_turned(problem))}
+        self.last = is_last(problem, problem.result)
+        constants |= {"last": self.last, "follows": any(turned_inputs(problem))}
         kinds = {operand.kind for operand in problem.epilogue.operands}
         pairs = "channel" not in kinds or problem.result_channels // groups % 2 == 0
         self.early = problem.direction != "wgrad" and knobs.splits == 1 and "tensor" not in kinds and pairs
@@ -328,11 +259,11 @@ class _Work:
                 "filters": knobs.rows, "columns": knobs.columns, "a_vector": gcd(piece, k), "b_vector": gcd(piece, c),
                 "together": gcd(4 if knobs.splits > 1 else 16 // out, columns) if self.last or knobs.splits > 1 else 1,
             }  # fmt: skip
-            axes = zip(
+            sizes = zip(
                 problem.spatial, problem.stride, problem.padding, problem.dilation, problem.filter, problem.out,
                 strict=True,
             )  # fmt: skip
-            numbers = [v for size, s, (pad, _), d, f, out in axes for v in (size, s, pad, d, f, *divisor(out))]
+            numbers = [v for size, s, (pad, _), d, f, out in sizes for v in (size, s, pad, d, f, *divisor(out))]
             narrow = [pixels, c, k, problem.c, problem.k, columns, knobs.splits]
             narrow += [*divisor(ceil(columns / knobs.columns)), *numbers]
             self.params = pack(4, (prod(problem.w_shape),), narrow)
@@ -341,7 +272,7 @@ class _Work:
         else:
             fprop = problem.direction == "fprop"
             channels, results = (c, k) if fprop else (k, c)
-            axes_ = _axes(problem)
+            axes_ = axes(problem)
             phases = self.phases = prod(len(axis.taps) for axis in axes_)
             # Results that lie side by side: of a pixel, or pixels of an image unless a phase has every other one.
             self.plane = prod(problem.out if fprop else problem.spatial)
@@ -443,7 +374,7 @@ class _Work:
         cached = blocks * steps * tile.depth * self.size * (tile.rows + tile.columns) / (3.1 * device.bandwidth)
         floors = sorted((busy, cached, problem.min_bytes / (1.1 * device.bandwidth)))
         apart = 1.8e-6 + 8.0 * tile.splits * prod(problem.result_shape) / (1.6 * device.bandwidth)
-        turned = sum(2e-6 + 2 * turn.size_bytes / (0.7 * device.bandwidth) for turn in _turned(problem) if turn)
+        turned = sum(turn.seconds(device) for turn in turned_inputs(problem) if turn)
         return 5.6e-6 + floors[2] + 0.67 * floors[1] + (apart if tile.splits > 1 else 0.0) + turned
 
 

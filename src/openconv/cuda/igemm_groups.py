@@ -1,0 +1,364 @@
+"""cuda.igemm_groups: implicit GEMM of many small groups on tensor cores, all three passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, gcd, prod
+
+from torch import Tensor
+
+from ..device import Device
+from ..engine import Engine, Knobs, Runner, Traits
+from ..problem import Problem
+from . import jit, render
+from .channels_last import Turn, is_last, turned_inputs, turned_result
+from .device import CudaDevice
+from .divide import divisor
+from .igemm import Axis, axes
+from .launch import Launch, aligned, pack, single
+
+__all__ = ["IgemmGroups", "Tile"]
+
+_SHARED = 226 << 10  # bytes of a multiprocessor
+_REGISTERS = 1 << 16
+_ALTERNATIVES = 12
+_MOST_FILTER = 112  # registers of a thread for the taps of a column, and for the sums of their gradient
+_MOST_SUMS = 160
+_MOST_WORKSPACE = 256 << 20
+
+
+@dataclass(frozen=True)
+class Tile(Knobs):
+    """A block has ``groups`` groups and goes through tiles of ``images`` x ``high`` x ``wide`` pixels, of which
+    ``stages`` - 1 are on their way. ``warps`` share the pixels of sixteen channels."""
+
+    groups: int
+    images: int
+    high: int
+    wide: int
+    warps: int
+    stages: int
+
+
+class IgemmGroups(Engine):
+    """Convolution of many small groups on the tensor cores of sm_80 and later, several groups to a product.
+
+        fprop   y[pixel, k]    = sum over tap, c of  x[window of the pixel, tap, c] * w[k, tap, c]    c of k's group
+        dgrad   dx[pixel, c]   = sum over tap, k of  dy[pixel that tap comes from, k] * w[k, tap, c]
+        wgrad   dw[k, tap, c]  = sum over pixels of  dy[pixel, k] * x[window of the pixel, tap, c]
+
+    Sixteen channels are multiplied with sixteen, whether they are of one group or of several; of pairs from different
+    groups the filter is zero, or the sum is left out. A piece of the image is read once for all taps, and all taps stay
+    in registers: few channels to a sum mean that bytes, not products, are the limit.
+
+    Images with their channels first are copied before, and such results behind. Wins for groups of 2 to 32 channels, as
+    in ResNeXt. Larger groups are cuda.igemm's, and groups of one channel the depthwise engines'.
+    """
+
+    name = "cuda.igemm_groups"
+    device = "cuda"
+    takes_epilogue = True
+
+    def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
+        reasons = list(_refusals(problem, device))
+        yield from reasons
+        if not reasons and not _knobs(problem, device):
+            yield "the piece of the image under a tile is larger than shared memory"
+
+    def traits(self, problem: Problem, knobs: Tile) -> Traits:
+        # Additions within an mma cut bits off rather than round: two units in the last place for 32 bytes of depth.
+        chain = 2 * prod(problem.filter) * _slices(problem)
+        if problem.direction == "wgrad":
+            pixels = problem.n * prod(problem.out)
+            chain = pixels // 8 + min(pixels, 1024)
+        return Traits("f32", (chain + 16) * 2.0**-23)
+
+    def workspace_bytes(self, problem: Problem, device: Device, knobs: Tile) -> int:
+        assert isinstance(device, CudaDevice)
+        return _Work(problem, knobs, device).workspace
+
+    def copies(self, problem: Problem, knobs: Tile) -> tuple[str, ...]:
+        ways = ("nchw to nhwc", "nchw to nhwc", "nhwc to nchw")
+        return tuple(f"copy {turn.name} from {way}" for turn, way in zip(_turned(problem), ways, strict=True) if turn)
+
+    def knobs(self, problem: Problem, device: Device) -> tuple[Tile, ...]:
+        return _knobs(problem, device)
+
+    def cost(self, problem: Problem, device: Device, knobs: Tile) -> float:
+        assert isinstance(device, CudaDevice)
+        return _Work(problem, knobs, device).seconds
+
+    def build(self, problem: Problem, device: Device, knobs: Tile) -> Runner:
+        assert isinstance(device, CudaDevice)
+        work = _Work(problem, knobs, device)
+        main, *others = self.sources(problem, device, knobs)
+        wgrad = problem.direction == "wgrad"
+        name = "igemm_groups_wgrad" if wgrad else "igemm_groups"
+        follows = bool(work.constants["follows"])
+        first = Launch(main, name, device, work.grid, (work.threads,), work.params, work.shared, follows)
+        if not work.workspace:
+            return single(first, 16)
+        turns = [each.launch(device) if each else None for each in work.turned]
+        second = None
+        if wgrad:
+            grid = (ceil(prod(problem.w_shape) / (work.sum_together * 256 // work.sum_rows)),)
+            second = Launch(others[0], "igemm_sum", device, grid, (256,), work.sum_params, follows=True)
+
+        def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
+            assert workspace is not None
+            a, b, result, *held = [aligned(each, 16) for each in (a, b, out, *operands)]
+            base = workspace.data_ptr()
+            places = [a.data_ptr(), b.data_ptr(), result.data_ptr()]
+            for at, turn in enumerate(turns[:2]):
+                if turn is not None:
+                    turn(places[at], base + work.copies[at])
+                    places[at] = base + work.copies[at]
+            if second is not None:
+                first(*places[:2], base)
+                second(base, places[2])
+            else:
+                last = turns[2]
+                to = places[2] if last is None else base + work.copies[2]
+                first(*places[:2], to, *[each.data_ptr() for each in held])
+                if last is not None:
+                    last(to, places[2])
+            if result is not out:
+                out.copy_(result)
+
+        return run
+
+    def sources(self, problem: Problem, device: Device, knobs: Tile) -> list[jit.Source]:
+        """What :meth:`build` compiles."""
+        assert isinstance(device, CudaDevice)
+        work = _Work(problem, knobs, device)
+        traits = render.traits(problem, work.constants) + work.taps
+        copied = [turn.source for turn in work.turned if turn]
+        if problem.direction != "wgrad":
+            return [jit.Source("igemm_groups.cu", traits), *copied]
+        constants: dict[str, int | bool | str] = {
+            "together": work.sum_together, "rows": work.sum_rows, "Products": "float",
+            "last": is_last(problem, 1), "filter": True,
+        }  # fmt: skip
+        made = [
+            jit.Source("igemm_groups_wgrad.cu", traits),
+            jit.Source("igemm_sum.cu", render.traits(problem, constants)),
+        ]
+        return made + copied
+
+
+def _refusals(problem: Problem, device: Device) -> Iterator[str]:
+    if not isinstance(device, CudaDevice) or device.capability < 80:
+        yield f"the device is {getattr(device, 'arch', device.name)}; its products are those of sm_80 and later"
+    if problem.dtypes[0] not in ("f16", "bf16") or len(set(problem.dtypes)) > 1:
+        yield f"dtypes are {'*'.join(problem.dtypes)}; wanted f16 or bf16 alone"
+    if problem.rank > 2:
+        yield f"there are {problem.rank} axes; wanted 1 or 2"
+    if turned_result(problem) and any(operand.kind == "tensor" for operand in problem.epilogue.operands):
+        layout = problem.layouts[problem.result]
+        yield f"the result is in {layout} and {problem.epilogue} reads a tensor; wanted nhwc"
+    each_in, each_out = _each(problem)
+    if (16 % each_out and each_out % 16) or max(1, 16 // each_out) * each_in % 16:
+        yield f"a group has {each_in} channels and {each_out} results; wanted sixteen to be whole groups of both"
+    elif _slices(problem) * prod(problem.filter) > _most_slices(problem):
+        yield f"a group has {each_in} channels and the filter {problem.filter} taps; registers hold fewer"
+    elif problem.groups % _fewest(problem):
+        yield f"groups is {problem.groups}; wanted a multiple of {_fewest(problem)}"
+    if problem.direction == "dgrad" and max(problem.stride) > 4:
+        yield f"stride is {problem.stride}; wanted at most 4 in dgrad"
+    if problem.is_empty:
+        yield "a tensor is empty"
+    elif max(problem.n * prod(problem.out), problem.n * prod(problem.spatial)) >= 2**31:
+        yield "the pixels are too many for an int"
+
+
+def _each(problem: Problem) -> tuple[int, int]:
+    """Channels of a group: of the image that is read, and of the result or the gradient beside it."""
+    c, k = problem.c // problem.groups, problem.k // problem.groups
+    return (k, c) if problem.direction == "dgrad" else (c, k)
+
+
+def _slices(problem: Problem) -> int:
+    """Times sixteen channels of the image that sixteen of the result sum over."""
+    each_in, each_out = _each(problem)
+    return ceil(max(1, 16 // each_out) * each_in / 16)
+
+
+def _most_slices(problem: Problem) -> int:
+    """Taps times slices that a thread has registers for."""
+    return _MOST_SUMS // 8 if problem.direction == "wgrad" else _MOST_FILTER // 4
+
+
+def _fewest(problem: Problem) -> int:
+    """Groups whose channels are multiples of sixteen on both sides."""
+    each_in, each_out = _each(problem)
+    return max(16 // gcd(16, each_in), 16 // gcd(16, each_out))
+
+
+def _turned(problem: Problem) -> list[Turn | None]:
+    """Both inputs and the result, as far as they have to be copied; filters are read and written in either layout."""
+    inputs = [None if at == 1 else turn for at, turn in zip(problem.inputs, turned_inputs(problem), strict=True)]
+    return [*inputs, None if problem.direction == "wgrad" else turned_result(problem)]
+
+
+def _two_axes(problem: Problem) -> list[Axis]:
+    """Of the pixels that windows begin at; one axis has another of one pixel in front."""
+    found = axes(problem.with_(direction="fprop") if problem.direction == "wgrad" else problem)
+    return [Axis((1, 1, 1, 1, 1, 1, 1), 1, ((0, 1, 0),))] * (2 - len(found)) + found
+
+
+class _Work:
+    """A problem and knobs as the kernels take them."""
+
+    def __init__(self, problem: Problem, knobs: Tile, device: CudaDevice) -> None:
+        self.problem, self.knobs, self.device = problem, knobs, device
+        wgrad, dgrad = problem.direction == "wgrad", problem.direction == "dgrad"
+        each_in, each_out = _each(problem)
+        in_chunk, out_chunk = knobs.groups * each_in, knobs.groups * each_out
+        self.columns = out_chunk // 16
+        self.threads = 32 * self.columns * knobs.warps
+        self.chunks = problem.groups // knobs.groups
+        self.all_taps, self.slices = prod(problem.filter), _slices(problem)
+        rows, columns = _two_axes(problem)
+
+        # The piece of the image under a tile, and where its taps are.
+        reach = []
+        for axis, size in ((rows, knobs.high), (columns, knobs.wide)):
+            step, offset_step = axis.numbers[2], axis.numbers[4]
+            places = [offset + j * offset_step for _, count, offset in axis.taps for j in range(count)]
+            low, far = min(places), max(places)
+            reach.append((low, (size - 1) * step + far - low + 1, step))
+        (self.from_h, self.halo_h, step_h), (self.from_w, self.halo_w, step_w) = reach
+        of_filter, place, ends = [], [], []
+        for row_first, row_count, row_offset in rows.taps:
+            for first, count, offset in columns.taps:
+                for i in range(row_count):
+                    for j in range(count):
+                        r, s = row_first + i * rows.numbers[6], first + j * columns.numbers[6]
+                        of_filter.append(r * columns.numbers[5] + s)
+                        h, w = row_offset + i * rows.numbers[4], offset + j * columns.numbers[4]
+                        place.append((h - self.from_h) * self.halo_w + w - self.from_w)
+                ends.append(len(place))
+        lists = {"tap_filter": of_filter, "tap_place": place, "phase_end": ends}
+        self.taps = f"constexpr int taps = {len(place)};\n" + "".join(
+            f"constexpr int {name}[] = {{{', '.join(map(str, values))}}};\n" for name, values in lists.items()
+        )
+
+        halo = knobs.images * self.halo_h * self.halo_w
+        self.sixteens = ceil(knobs.images * knobs.high * knobs.wide / 16)
+        pitch = 2 * in_chunk + 16
+        self.stage_bytes = halo * pitch + (self.sixteens * 16 * (2 * out_chunk + 16) if wgrad else 0)
+        beside = (max(place) + 1) * pitch if wgrad else knobs.groups * each_in * each_out * self.all_taps * 2
+        self.shared = knobs.stages * self.stage_bytes + beside
+        registers = 56 + self.all_taps * self.slices * (8 if wgrad else 4)
+        self.residents = max(1, min(_REGISTERS // (self.threads * registers), _SHARED // (self.shared + 1024), 8))
+
+        counts = rows.count, columns.count
+        tiles = ceil(problem.n / knobs.images), ceil(counts[0] / knobs.high), ceil(counts[1] / knobs.wide)
+        self.tiles = prod(tiles)
+        blocks = min(self.tiles, max(1, self.residents * device.threads // self.chunks))
+        self.turns = ceil(self.tiles / blocks)
+        blocks = ceil(self.tiles / self.turns)  # as even as it goes
+        self.grid = (blocks, self.chunks, 1)
+        self.splits = blocks * knobs.warps
+        self.workspace = 4 * self.splits * prod(problem.w_shape) if wgrad else 0
+        self.turned, self.copies = _turned(problem), [0, 0, 0]
+        for at, turn in enumerate(self.turned):
+            if turn:
+                self.copies[at] = ceil(self.workspace / 256) * 256
+                self.workspace = self.copies[at] + turn.size_bytes
+        image, result = ((problem.k, problem.out), (problem.c, problem.spatial)) if dgrad else (
+            (problem.c, problem.spatial), (problem.k, problem.out))  # fmt: skip
+        sizes = [(1, *each)[-2:] for each in (image[1], result[1])]
+        numbers = [problem.n, *sizes[0], image[0], self.from_h, self.from_w, *counts, self.tiles]
+        numbers += [*divisor(tiles[2]), *divisor(tiles[1])]
+        if wgrad:
+            self.params = pack(3, (prod(problem.w_shape),), (*numbers, problem.k))
+        else:
+            pointers = 3 + max(1, len(problem.epilogue.operands))
+            self.params = pack(pointers, (), (*numbers, *sizes[1], result[0]))
+        self.constants: dict[str, int | bool | str] = {
+            "in_chunk": in_chunk, "out_chunk": out_chunk, "in_each": each_in, "out_each": each_out,
+            "slices": self.slices, "images": knobs.images, "high": knobs.high, "wide": knobs.wide, "step_h": step_h,
+            "step_w": step_w, "halo_h": self.halo_h, "halo_w": self.halo_w, "warps": knobs.warps,
+            "stages": knobs.stages, "residents": self.residents, "follows": any(self.turned[:2]),
+        }  # fmt: skip
+        if not wgrad:
+            self.constants |= {
+                "turned": dgrad, "filter_last": is_last(problem, 1), "each": problem.c // problem.groups,
+                "phases_h": len(rows.taps), "phases_w": len(columns.taps),
+            }  # fmt: skip
+
+    @property
+    def sum_together(self) -> int:
+        inner = prod(self.problem.w_shape[1:])
+        return gcd(4, inner) if is_last(self.problem, 1) else 1
+
+    @property
+    def sum_rows(self) -> int:
+        return 8 if self.splits > 8 else 1
+
+    @property
+    def sum_params(self) -> bytes:
+        problem = self.problem
+        numbers = self.splits, prod(problem.w_shape[1:]), problem.c // problem.groups
+        return pack(3, (prod(problem.w_shape), 1), numbers)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time: the bytes, or what shared memory gives to the products."""
+        problem, knobs, device = self.problem, self.knobs, self.device
+        pitch = self.stage_bytes / knobs.stages
+        conflicts = 2 if self.constants["step_w"] in (2, 4) else 1
+        reads = self.columns * self.sixteens * (self.all_taps * self.slices * conflicts * 4 + 16)
+        uneven = ceil(self.sixteens / knobs.warps) * knobs.warps / self.sixteens
+        tile = (reads * uneven + pitch / 128) / 1.5e9
+        # A warp alone waits for what it reads and multiplies; beside others it does so while they work.
+        alone = ceil(self.sixteens / knobs.warps) * (24 * self.all_taps * self.slices + 200) / 1.7e9 + 0.5e-6
+        busy = self.turns * max(self.residents * tile, alone)
+        moved = self.tiles * self.chunks * self.stage_bytes / (2.0 * device.bandwidth)
+        floors = sorted((busy, moved, problem.min_bytes / device.bandwidth))
+        apart = 1.8e-6 + 8.0 * self.splits * prod(problem.w_shape) / (1.6 * device.bandwidth)
+        turned = sum(turn.seconds(device) for turn in self.turned if turn)
+        return 6e-6 + floors[2] + 0.5 * floors[1] + (apart if problem.direction == "wgrad" else 0.0) + turned
+
+
+@lru_cache(maxsize=512)
+def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
+    assert isinstance(device, CudaDevice)
+    seconds = {tile: _Work(problem, tile, device).seconds for tile in _tiles(problem, device)}
+    return tuple(sorted(seconds, key=seconds.__getitem__)[:_ALTERNATIVES])
+
+
+def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
+    rows, columns = (axis.count for axis in _two_axes(problem))
+    shapes = set()
+    for parts in range(1, ceil(columns / 8) + 1):
+        wide = ceil(columns / parts)
+        for pixels in (64, 128, 256):
+            if wide > min(64, pixels):
+                continue
+            high = min(rows, max(1, pixels // wide))
+            high = ceil(rows / ceil(rows / high))  # as even as it goes
+            images = max(1, min(problem.n, pixels // (high * wide))) if parts == 1 and high == rows else 1
+            shapes.add((images, high, wide))
+    each_in, each_out = _each(problem)
+    fewest = _fewest(problem)
+    for times in (1, 2, 4, 8):
+        groups = fewest * times
+        if problem.groups % groups or max(each_in, each_out) * groups > 128:
+            continue
+        for warps in (1, 2, 4):
+            threads = 2 * groups * each_out * warps
+            if not 64 <= threads <= 512 or threads % (groups * each_in // 8) or threads % (groups * each_out // 8):
+                continue
+            for images, high, wide in sorted(shapes):
+                for stages in (2, 3):
+                    tile = Tile(groups, images, high, wide, warps, stages)
+                    work = _Work(problem, tile, device)
+                    if (
+                        work.shared <= min(_SHARED, device.shared_bytes)
+                        and 4 * work.splits * prod(problem.w_shape) <= _MOST_WORKSPACE
+                    ):
+                        yield tile

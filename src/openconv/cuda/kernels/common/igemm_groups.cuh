@@ -1,0 +1,85 @@
+// What the implicit GEMMs of small groups share: groups side by side in one product, and a piece of the image in shared
+// memory that all taps read.
+//
+// A block has a chunk of groups: `in_chunk` channels of the image and `out_chunk` of the result. Sixteen channels of the
+// result, a column, belong to one group or to several, whose channels of the image are `slices` times sixteen. What is no pair of a group is a zero of the filter (or is not stored, of the filter's
+// gradient), so that the tensor cores multiply 16 x 16 channels however few a group has.
+//
+// A tile has `images` x `high` x `wide` pixels. The piece of the image that their windows cover lies in shared memory, a
+// pixel after the other, at `pitch` bytes: an odd number of 16, so that eight pixels side by side fall into different
+// banks. A tap is then a constant distance, and reading a window's value is one ldmatrix without arithmetic.
+//
+// Traits: in_chunk, out_chunk, in_each, out_each (channels of a group), slices, images, high, wide, step_h,
+// step_w (from one pixel to the next, in the image), halo_h, halo_w (the piece), warps (that share the pixels of a
+// column), stages. `taps` lists, in front of the kernel: which of the filter, and how many pixels of the piece further.
+#pragma once
+#include "common/divide.cuh"
+#include "common/mma.cuh"
+
+namespace groups {
+
+constexpr int in_chunk = Traits::in_chunk, out_chunk = Traits::out_chunk, columns = out_chunk / 16;
+constexpr int high = Traits::high, wide = Traits::wide, images = Traits::images, count = images * high * wide;
+constexpr int halo_h = Traits::halo_h, halo_w = Traits::halo_w, halo = images * halo_h * halo_w;
+constexpr int threads = 32 * columns * Traits::warps, stages = Traits::stages, sixteens = (count + 15) / 16;
+constexpr int image_pitch = in_chunk * 2 + 16, image_bytes = halo * image_pitch;
+constexpr int slices = Traits::slices;
+
+// The first channel of the image, in the chunk, that a column of results sums over.
+__device__ __forceinline__ int first_in(int column) { return column * 16 / Traits::out_each * Traits::in_each; }
+
+// The image, and pixels that windows begin at: of fprop and wgrad those of y, of dgrad those of a phase of dx.
+struct Place {
+    int images, in_h, in_w, pixel;  // of the image; elements of a pixel
+    int from_h, from_w;             // of the first pixel's window
+    int rows, columns;              // pixels that there are
+    int tiles;
+    Divisor tiles_w, tiles_h;
+};
+
+// A tile: its first image and pixel.
+struct Tile {
+    int image, h, w;
+
+    __device__ __forceinline__ Tile(int tile, const Place& place) {
+        w = place.tiles_w.split(tile) * wide;
+        h = place.tiles_h.split(tile) * high;
+        image = tile * images;
+    }
+};
+
+// A pixel of a tile.
+struct Pixel {
+    int image, h, w;
+
+    __device__ __forceinline__ explicit Pixel(int at) : image(at / (high * wide)), h(at / wide % high), w(at % wide) {}
+    // Bytes from the piece's first pixel to where the window begins.
+    __device__ __forceinline__ int window() const {
+        return ((image * halo_h + h * Traits::step_h) * halo_w + w * Traits::step_w) * image_pitch;
+    }
+    __device__ __forceinline__ bool inside(const Tile& tile, const Place& place) const {
+        return tile.image + image < place.images && tile.h + h < place.rows && tile.w + w < place.columns;
+    }
+};
+
+// The piece of the image under a tile; zeros outside of the image.
+template <class T>
+__device__ __forceinline__ void bring_image(char* to, const T* image, const Tile& tile, int first_channel,
+                                            const Place& p) {
+    using Index = Traits::Index;
+    constexpr int pieces = in_chunk / 8;
+    const int h0 = tile.h * Traits::step_h + p.from_h, w0 = tile.w * Traits::step_w + p.from_w;
+    // A thread keeps to a piece of the channels.
+    static_assert(threads % pieces == 0, "threads share the channels evenly");
+    const int piece = threadIdx.x % pieces;
+    const T* const channels = image + first_channel + piece * 8;
+#pragma unroll 4
+    for (int at = threadIdx.x / pieces; at < halo; at += threads / pieces) {
+        const int n = tile.image + at / (halo_h * halo_w), h = h0 + at / halo_w % halo_h, w = w0 + at % halo_w;
+        const bool inside = n < p.images && unsigned(h) < unsigned(p.in_h) && unsigned(w) < unsigned(p.in_w);
+        const Index from = ((Index(n) * p.in_h + h) * p.in_w + w) * p.pixel;
+        tensor::copy<16>(to + at * image_pitch + piece * 16, channels + (inside ? from : 0), inside);
+    }
+}
+
+}  // namespace groups
