@@ -223,36 +223,42 @@ class _Work:
         rows, columns = _two_axes(problem)
 
         # The piece of the image under a tile, and where its taps are.
+        lists: dict[str, list[int]] = {}
         reach = []
-        for axis, size in ((rows, knobs.high), (columns, knobs.wide)):
-            step, offset_step = axis.numbers[2], axis.numbers[4]
-            places = [offset + j * offset_step for _, count, offset in axis.taps for j in range(count)]
+        for name, axis, size in (("row", rows, knobs.high), ("column", columns, knobs.wide)):
+            step, offset_step, every = axis.numbers[2], axis.numbers[4], axis.numbers[6]
+            each = [
+                (phase, first + j * every, offset + j * offset_step)
+                for phase, (first, count, offset) in enumerate(axis.taps)
+                for j in range(count)
+            ]
+            places = [place for _, _, place in each]
             low, far = min(places), max(places)
             reach.append((low, (size - 1) * step + far - low + 1, step))
+            lists |= {f"{name}_phase": [phase for phase, _, _ in each], f"{name}_filter": [tap for _, tap, _ in each]}
+            lists[f"{name}_place"] = [place - low for place in places]
         (self.from_h, self.halo_h, step_h), (self.from_w, self.halo_w, step_w) = reach
-        of_filter, place, ends = [], [], []
-        for row_first, row_count, row_offset in rows.taps:
-            for first, count, offset in columns.taps:
-                for i in range(row_count):
-                    for j in range(count):
-                        r, s = row_first + i * rows.numbers[6], first + j * columns.numbers[6]
-                        of_filter.append(r * columns.numbers[5] + s)
-                        h, w = row_offset + i * rows.numbers[4], offset + j * columns.numbers[4]
-                        place.append((h - self.from_h) * self.halo_w + w - self.from_w)
-                ends.append(len(place))
-        lists = {"tap_filter": of_filter, "tap_place": place, "phase_end": ends}
-        self.taps = f"constexpr int taps = {len(place)};\n" + "".join(
+        self.distances = sorted(set(lists["column_place"]))
+        lists["column_far"] = self.distances
+        lists["column_place"] = [self.distances.index(place) for place in lists["column_place"]]
+        self.taps = "".join(
             f"constexpr int {name}[] = {{{', '.join(map(str, values))}}};\n" for name, values in lists.items()
         )
 
+        self.reach = max(lists["row_place"]) + 1
         halo = knobs.images * self.halo_h * self.halo_w
-        self.sixteens = ceil(knobs.images * knobs.high * knobs.wide / 16)
+        self.strips = ceil(knobs.images * knobs.wide / 16)
         pitch = 2 * in_chunk + 16
-        self.stage_bytes = halo * pitch + (self.sixteens * 16 * (2 * out_chunk + 16) if wgrad else 0)
-        beside = (max(place) + 1) * pitch if wgrad else knobs.groups * each_in * each_out * self.all_taps * 2
+        self.stage_bytes = halo * pitch + (knobs.high * self.strips * 16 * (2 * out_chunk + 16) if wgrad else 0)
+        zeros = (self.halo_h - 1) * self.halo_w + self.distances[-1] + 1
+        beside = zeros * pitch if wgrad else knobs.groups * each_in * each_out * self.all_taps * 2
         self.shared = knobs.stages * self.stage_bytes + beside
-        registers = 56 + self.all_taps * self.slices * (8 if wgrad else 4)
+        live = 8 * len(rows.taps) * len(columns.taps) * ceil(self.reach / step_h)  # sums of rows that are not complete
+        operands = 4 * len(self.distances) * self.slices * (1 if wgrad else 2)
+        registers = 40 + operands + self.all_taps * self.slices * (8 if wgrad else 4) + (12 if wgrad else live)
         self.residents = max(1, min(_REGISTERS // (self.threads * registers), _SHARED // (self.shared + 1024), 8))
+        # Unrolled, all is known ahead of its use: more registers than these would be filled too soon.
+        self.bound = max(1, min(_REGISTERS // (self.threads * min(255, registers + 24)), 32))
 
         counts = rows.count, columns.count
         tiles = ceil(problem.n / knobs.images), ceil(counts[0] / knobs.high), ceil(counts[1] / knobs.wide)
@@ -282,9 +288,13 @@ class _Work:
             "in_chunk": in_chunk, "out_chunk": out_chunk, "in_each": each_in, "out_each": each_out,
             "slices": self.slices, "images": knobs.images, "high": knobs.high, "wide": knobs.wide, "step_h": step_h,
             "step_w": step_w, "halo_h": self.halo_h, "halo_w": self.halo_w, "warps": knobs.warps,
-            "stages": knobs.stages, "residents": self.residents, "follows": any(self.turned[:2]),
+            "row_taps": len(lists["row_place"]), "column_taps": len(lists["column_place"]),
+            "distances": len(self.distances), "filter_h": rows.numbers[5], "filter_w": columns.numbers[5],
+            "stages": knobs.stages, "bound": self.bound, "follows": any(self.turned[:2]),
         }  # fmt: skip
-        if not wgrad:
+        if wgrad:
+            self.constants["uneven"] = counts[0] % knobs.high != 0
+        else:
             self.constants |= {
                 "turned": dgrad, "filter_last": is_last(problem, 1), "each": problem.c // problem.groups,
                 "phases_h": len(rows.taps), "phases_w": len(columns.taps),
@@ -309,13 +319,13 @@ class _Work:
     def seconds(self) -> float:
         """Predicted time: the bytes, or what shared memory gives to the products."""
         problem, knobs, device = self.problem, self.knobs, self.device
-        pitch = self.stage_bytes / knobs.stages
         conflicts = 2 if self.constants["step_w"] in (2, 4) else 1
-        reads = self.columns * self.sixteens * (self.all_taps * self.slices * conflicts * 4 + 16)
-        uneven = ceil(self.sixteens / knobs.warps) * knobs.warps / self.sixteens
-        tile = (reads * uneven + pitch / 128) / 1.5e9
+        reads = 4 * self.halo_h * len(self.distances) * self.slices * conflicts
+        products = 3 * knobs.high * self.all_taps * self.slices
+        strip = max(reads, products) + 30 * knobs.high
+        tile = (self.columns * self.strips * strip + self.stage_bytes / 128) / 1.5e9
         # A warp alone waits for what it reads and multiplies; beside others it does so while they work.
-        alone = ceil(self.sixteens / knobs.warps) * (24 * self.all_taps * self.slices + 200) / 1.7e9 + 0.5e-6
+        alone = ceil(self.strips / knobs.warps) * 3 * strip / 1.7e9 + 0.8e-6
         busy = self.turns * max(self.residents * tile, alone)
         moved = self.tiles * self.chunks * self.stage_bytes / (2.0 * device.bandwidth)
         floors = sorted((busy, moved, problem.min_bytes / device.bandwidth))
@@ -333,32 +343,31 @@ def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
 
 def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
     rows, columns = (axis.count for axis in _two_axes(problem))
-    shapes = set()
-    for parts in range(1, ceil(columns / 8) + 1):
-        wide = ceil(columns / parts)
-        for pixels in (64, 128, 256):
-            if wide > min(64, pixels):
-                continue
-            high = min(rows, max(1, pixels // wide))
-            high = ceil(rows / ceil(rows / high))  # as even as it goes
-            images = max(1, min(problem.n, pixels // (high * wide))) if parts == 1 and high == rows else 1
-            shapes.add((images, high, wide))
     each_in, each_out = _each(problem)
     fewest = _fewest(problem)
-    for times in (1, 2, 4, 8):
-        groups = fewest * times
+    for groups in (fewest, 2 * fewest, 4 * fewest, 8 * fewest):
         if problem.groups % groups or max(each_in, each_out) * groups > 128:
             continue
-        for warps in (1, 2, 4):
-            threads = 2 * groups * each_out * warps
-            if not 64 <= threads <= 512 or threads % (groups * each_in // 8) or threads % (groups * each_out // 8):
-                continue
-            for images, high, wide in sorted(shapes):
+        for images, high, wide in sorted(_shapes(problem, rows, columns)):
+            for warps in {1, 2, 4, ceil(images * wide / 16)}:
+                threads = 2 * groups * each_out * warps
+                if warps > ceil(images * wide / 16) or not 32 <= threads <= 512:
+                    continue
+                if threads % (groups * each_in // 8) or threads % (groups * each_out // 8):
+                    continue
                 for stages in (2, 3):
                     tile = Tile(groups, images, high, wide, warps, stages)
                     work = _Work(problem, tile, device)
-                    if (
-                        work.shared <= min(_SHARED, device.shared_bytes)
-                        and 4 * work.splits * prod(problem.w_shape) <= _MOST_WORKSPACE
-                    ):
+                    fits = work.shared <= min(_SHARED, device.shared_bytes)
+                    if fits and 4 * work.splits * prod(problem.w_shape) <= _MOST_WORKSPACE:
                         yield tile
+
+
+def _shapes(problem: Problem, rows: int, columns: int) -> set[tuple[int, int, int]]:
+    """Tiles: images, rows and columns, which the image has about a whole number of times."""
+    highs = {ceil(rows / ceil(rows / most)) for most in (1, 2, 4, 8, 14, 16)}
+    wides = {ceil(columns / parts) for parts in range(1, ceil(columns / 14) + 1)}
+    shapes = {(1, high, wide) for high in highs for wide in wides if wide <= 64}
+    if columns <= 32:
+        shapes |= {(images, high, columns) for high in highs for images in (2, 4, 8, 16) if images <= problem.n}
+    return shapes

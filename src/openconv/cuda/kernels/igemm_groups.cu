@@ -4,16 +4,14 @@
 //
 // common/igemm_groups.cuh says how groups and pixels lie. Read once per tap, as implicit GEMMs of many channels do, the
 // image would come from L2 nine times for a 3x3 filter, and there are too few products to hide that. Here a tile's piece
-// of it is read once. Filters are few: each warp has all taps of its column in registers, as B of the products, and
-// takes sixteen pixels after sixteen through them.
+// of it is read once. Filters are few: each warp has all taps of its column in registers, as B of the products.
 //
 // Blocks stay: each goes through tiles of its chunk of groups, the next tiles on their way while it computes.
 //
 // dgrad: pixels of dx fall into phases, each with taps of its own (as in igemm.cu), which all read the same piece of dy.
 //
 // Traits: those of common/igemm_groups.cuh; turned (the filter has its results across, dgrad), filter_last (its channels
-// are last), phases_h, phases_w, each (channels of the filter). Ahead of them `phase_end`: the taps before the end of
-// each phase.
+// are last), each (channels of the filter), phases_h, phases_w, follows (another kernel, that made an input).
 
 #include "common/types.cuh"
 #include "common/epilogue.cuh"
@@ -25,7 +23,10 @@
 
 using T = Traits::A;
 using Index = Traits::Index;
-constexpr int phases = Traits::phases_h * Traits::phases_w;
+constexpr int taps = groups::all_taps, slices = groups::slices;
+constexpr int reach =
+    groups::halo_h - (groups::high - 1) * Traits::step_h - 1;  // from a window's first row to its last
+constexpr int phases_h = Traits::phases_h, phases_w = Traits::phases_w;
 constexpr int filter_rows = Traits::turned ? groups::in_chunk : groups::out_chunk;
 constexpr int filter_elements = filter_rows * taps * Traits::each, filter_bytes = filter_elements * 2;
 
@@ -50,8 +51,7 @@ struct Filter {
             for (int i = 0; i < groups::slices * 4; ++i) {
                 const int n = column * 16 + 4 * (lane / 8) + 2 * (i % 4 / 2) + lane / 4 % 2;
                 const int c = groups::first_in(column) + i / 4 * 16 + i % 2 * 8 + lane % 4 * 2;
-                value[tap][i / 4][i % 4] = pair(chunk, tap_filter[tap], n, c) | pair(chunk, tap_filter[tap], n, c + 1)
-                                                                                    << 16;
+                value[tap][i / 4][i % 4] = pair(chunk, tap, n, c) | pair(chunk, tap, n, c + 1) << 16;
             }
     }
 
@@ -64,7 +64,47 @@ struct Filter {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(groups::threads, Traits::residents)
+// Where a lane's results of a strip go: two pixels of each row.
+struct Results {
+    Index first[2];  // in the row's first phase, of the tile's first row
+    bool there[2];
+    int rows, columns[2];  // of the result from the tile's first pixel on
+    int channel;
+
+    __device__ __forceinline__ Results(int at, const groups::Tile& tile, int channel, const Params& p)
+        : rows(p.out_h - tile.h * phases_h), channel(channel) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const groups::Pixel pixel(at + 8 * half);
+            const int w = (tile.w + pixel.w) * phases_w;
+            there[half] = pixel.inside(tile, p.place);
+            columns[half] = p.out_w - w;
+            first[half] =
+                ((Index(tile.image + pixel.image) * p.out_h + tile.h * phases_h) * p.out_w + w) * p.out_pixel + channel;
+        }
+    }
+
+    __device__ __forceinline__ void store(int h, const float (&sum)[phases_h][phases_w][2][4], const Params& p) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int phase = 0; phase < phases_h * phases_w; ++phase) {
+                const int row = h * phases_h + phase / phases_w, column = phase % phases_w;
+                if (!there[half] || row >= rows || column >= columns[half]) continue;
+                const float (&from)[2][4] = sum[phase / phases_w][phase % phases_w];
+                Traits::Sum value[4] = {from[0][2 * half], from[0][2 * half + 1], from[1][2 * half],
+                                        from[1][2 * half + 1]};
+                const Index at = first[half] + (Index(row) * p.out_w + column) * p.out_pixel;
+                Traits::Epilogue::apply<4, true>(value, p.operands, channel, at);
+                Pack<Traits::Out, 4> result;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) result.value[i] = Traits::Out(value[i]);
+                ::store(p.out + at, result);
+            }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(groups::threads, Traits::bound)
 igemm_groups(const __grid_constant__ Params p) {
     DYNAMIC_SHARED(memory);
     char* const ring = reinterpret_cast<char*>(memory);
@@ -99,39 +139,41 @@ igemm_groups(const __grid_constant__ Params p) {
         const char* const piece = ring + stage * groups::image_bytes + lane / 16 * 16 + groups::first_in(column) * 2;
         stage = stage + 1 == groups::stages ? 0 : stage + 1;
 #pragma unroll 1
-        for (int sixteen = warp / groups::columns; sixteen < groups::sixteens; sixteen += Traits::warps) {
-            const char* const window = piece + groups::Pixel(min(sixteen * 16 + lane % 16, groups::count - 1)).window();
+        for (int strip = warp / groups::columns; strip < groups::strips; strip += Traits::warps) {
+            const char* const window = piece + groups::Pixel(min(strip * 16 + lane % 16, groups::across - 1)).window();
+            Results results(strip * 16 + lane / 4, tile, first_channel, p);
+            float sum[groups::high][phases_h][phases_w][2][4] = {};
+            u32 a[2][groups::distances][slices][4];  // of a row, and of the next one
+            const auto read = [&](int row) {
 #pragma unroll
-            for (int phase = 0; phase < phases; ++phase) {
-                float sum[2][4] = {};
-#pragma unroll
-                for (int tap = phase ? phase_end[phase - 1] : 0; tap < phase_end[phase]; ++tap)
-#pragma unroll
-                    for (int slice = 0; slice < groups::slices; ++slice) {
-                        u32 a[4];
-                        tensor::load_matrices(a, window + tap_place[tap] * groups::image_pitch + slice * 32);
-                        const u32(&b)[4] = filter.value[tap][slice];
-                        tensor::mma<T>(sum[0], a[0], a[1], a[2], a[3], b[0], b[1]);
-                        tensor::mma<T>(sum[1], a[0], a[1], a[2], a[3], b[2], b[3]);
-                    }
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int place = sixteen * 16 + half * 8 + lane / 4;
-                    const groups::Pixel pixel(place);
-                    const int h = (tile.h + pixel.h) * Traits::phases_h + phase / Traits::phases_w;
-                    const int w = (tile.w + pixel.w) * Traits::phases_w + phase % Traits::phases_w;
-                    if (place >= groups::count || !pixel.inside(tile, p.place) || h >= p.out_h || w >= p.out_w)
-                        continue;
-                    const Index to =
-                        ((Index(tile.image + pixel.image) * p.out_h + h) * p.out_w + w) * p.out_pixel + first_channel;
-                    Traits::Sum value[4] = {sum[0][2 * half], sum[0][2 * half + 1], sum[1][2 * half],
-                                            sum[1][2 * half + 1]};
-                    Traits::Epilogue::apply<4, true>(value, p.operands, first_channel, to);
-                    Pack<Traits::Out, 4> result;
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) result.value[i] = Traits::Out(value[i]);
-                    store(p.out + to, result);
+                for (int i = 0; i < groups::distances * slices; ++i) {
+                    const int far = row * groups::halo_w + column_far[i / slices];
+                    tensor::load_matrices(a[row % 2][i / slices][i % slices],
+                                          window + far * groups::image_pitch + i % slices * 32);
                 }
+            };
+            read(0);
+#pragma unroll
+            for (int row = 0; row < groups::halo_h; ++row) {
+                if (row + 1 < groups::halo_h) read(row + 1);
+#pragma unroll
+                for (int i = 0; i < groups::row_taps * groups::column_taps; ++i) {
+                    const int r = i / groups::column_taps, s = i % groups::column_taps, from = row - row_place[r];
+                    const int h = from / Traits::step_h;
+                    if (from < 0 || from % Traits::step_h || h >= groups::high) continue;
+                    float (&to)[2][4] = sum[h][row_phase[r]][column_phase[s]];
+#pragma unroll
+                    for (int slice = 0; slice < slices; ++slice) {
+                        const u32(&left)[4] = a[row % 2][column_place[s]][slice];
+                        const u32(&right)[4] = filter.value[row_filter[r] * Traits::filter_w + column_filter[s]][slice];
+                        tensor::mma<T>(to[0], left[0], left[1], left[2], left[3], right[0], right[1]);
+                        tensor::mma<T>(to[1], left[0], left[1], left[2], left[3], right[2], right[3]);
+                    }
+                }
+                // The row of results whose windows end here.
+                if (row >= reach && (row - reach) % Traits::step_h == 0)
+                    results.store((row - reach) / Traits::step_h, sum[(row - reach) / Traits::step_h], p);
+                __syncwarp();
             }
         }
     }

@@ -8,7 +8,8 @@
 // Blocks stay: each goes through tiles of its chunk of groups. The sums of every warp that shares a column's pixels are a
 // split of their own, which igemm_sum adds up in a fixed order.
 //
-// Traits: those of common/igemm_groups.cuh.
+// Traits: those of common/igemm_groups.cuh; uneven (the last tile of an image may have fewer rows), follows (another
+// kernel, that made an input).
 
 #include "common/types.cuh"
 #include "common/follow.cuh"
@@ -18,10 +19,14 @@
 
 using T = Traits::A;
 using Index = Traits::Index;
-constexpr int gradient_pitch = groups::out_chunk * 2 + 16, gradient_rows = groups::sixteens * 16;
-constexpr int gradient_bytes = gradient_rows * gradient_pitch, stage_bytes = groups::image_bytes + gradient_bytes;
-// Zeros as far as taps reach: what the window of a pixel that is not there reads.
-constexpr int zero_bytes = (tap_place[taps - 1] + 1) * groups::image_pitch;
+constexpr int taps = groups::all_taps, slices = groups::slices;
+// Rows of dy one below the other, each of whole strips.
+constexpr int gradient_pitch = groups::out_chunk * 2 + 16, gradient_across = groups::strips * 16;
+constexpr int gradient_pixels = groups::high * gradient_across;
+constexpr int gradient_bytes = gradient_pixels * gradient_pitch, stage_bytes = groups::image_bytes + gradient_bytes;
+// Zeros as far as windows reach: what those of a pixel that is not there read.
+constexpr int zero_bytes =
+    ((groups::halo_h - 1) * groups::halo_w + column_far[groups::distances - 1] + 1) * groups::image_pitch;
 
 struct Params {
     const T* image;
@@ -38,17 +43,17 @@ __device__ __forceinline__ void bring_gradient(char* to, const groups::Tile& til
     const int piece = threadIdx.x % pieces;
     const T* const channels = p.gradient + first_channel + piece * 8;
 #pragma unroll 4
-    for (int at = threadIdx.x / pieces; at < gradient_rows; at += groups::threads / pieces) {
-        const groups::Pixel pixel(at);
-        const bool inside = at < groups::count && pixel.inside(tile, p.place);
-        const Index from =
-            ((Index(tile.image + pixel.image) * p.place.rows + tile.h + pixel.h) * p.place.columns + tile.w + pixel.w) *
-            p.gradient_pixel;
+    for (int at = threadIdx.x / pieces; at < gradient_pixels; at += groups::threads / pieces) {
+        const groups::Pixel pixel(at % gradient_across);
+        const int h = tile.h + at / gradient_across;
+        const bool inside = pixel.inside(tile, p.place) && h < p.place.rows;
+        const Index from = ((Index(tile.image + pixel.image) * p.place.rows + h) * p.place.columns + tile.w + pixel.w) *
+                           p.gradient_pixel;
         tensor::copy<16>(to + at * gradient_pitch + piece * 16, channels + (inside ? from : 0), inside);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(groups::threads, Traits::residents)
+extern "C" __global__ void __launch_bounds__(groups::threads, Traits::bound)
 igemm_groups_wgrad(const __grid_constant__ Params p) {
     DYNAMIC_SHARED(memory);
     char* const ring = reinterpret_cast<char*>(memory);
@@ -71,7 +76,7 @@ igemm_groups_wgrad(const __grid_constant__ Params p) {
 #pragma unroll
     for (int stage = 0; stage < groups::stages - 1; ++stage) bring(blockIdx.x + stage * gridDim.x, stage);
 
-    float sum[taps][2 * groups::slices][4] = {};
+    float sum[taps][2 * slices][4] = {};
     int stage = 0;
 #pragma unroll 1
     for (int at = blockIdx.x; at < p.place.tiles; at += gridDim.x) {
@@ -84,23 +89,42 @@ igemm_groups_wgrad(const __grid_constant__ Params p) {
             piece + groups::image_bytes + (lane / 16 * 8 + lane % 8) * gradient_pitch + column * 32 + lane / 8 % 2 * 16;
         stage = stage + 1 == groups::stages ? 0 : stage + 1;
 #pragma unroll 1
-        for (int sixteen = warp / groups::columns; sixteen < groups::sixteens; sixteen += Traits::warps) {
-            const int place = sixteen * 16 + lane % 16;
-            const groups::Pixel pixel(place);
-            const bool there = place < groups::count && pixel.inside(tile, p.place);
-            const char* const window =
-                there ? piece + pixel.window() + groups::first_in(column) * 2 + lane / 16 * 16 : zeros;
-            u32 a[4];
-            tensor::load_transposed(a, gradient + sixteen * 16 * gradient_pitch);
+        for (int strip = warp / groups::columns; strip < groups::strips; strip += Traits::warps) {
+            const groups::Pixel pixel(strip * 16 + lane % 16);
+            const char* const window = pixel.inside(tile, p.place)
+                                           ? piece + pixel.window() + groups::first_in(column) * 2 + lane / 16 * 16
+                                           : zeros;
+            u32 a[groups::high][4];
 #pragma unroll
-            for (int tap = 0; tap < taps; ++tap)
+            for (int row = 0; row < groups::halo_h; ++row) {
+                u32 b[groups::distances][slices][4];
 #pragma unroll
-                for (int slice = 0; slice < groups::slices; ++slice) {
-                    u32 b[4];
-                    tensor::load_transposed(b, window + tap_place[tap] * groups::image_pitch + slice * 32);
-                    tensor::mma<T>(sum[tap][2 * slice], a[0], a[1], a[2], a[3], b[0], b[1]);
-                    tensor::mma<T>(sum[tap][2 * slice + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+                for (int i = 0; i < groups::distances * slices; ++i)
+                    tensor::load_transposed(b[i / slices][i % slices],
+                                            window +
+                                                (row * groups::halo_w + column_far[i / slices]) * groups::image_pitch +
+                                                i % slices * 32);
+                if (row % Traits::step_h == 0 && row / Traits::step_h < groups::high)
+                    tensor::load_transposed(
+                        a[row / Traits::step_h],
+                        gradient + (row / Traits::step_h * gradient_across + strip * 16) * gradient_pitch);
+#pragma unroll
+                for (int r = 0; r < groups::row_taps; ++r) {
+                    const int from = row - row_place[r], h = from / Traits::step_h;
+                    if (from < 0 || from % Traits::step_h || h >= groups::high) continue;
+                    if (Traits::uneven && tile.h + h >= p.place.rows) continue;  // zeros, but x may be no number
+#pragma unroll
+                    for (int i = 0; i < groups::column_taps * slices; ++i) {
+                        const int s = i / slices, slice = i % slices;
+                        float (&to)[2 * slices][4] = sum[r * groups::column_taps + s];
+                        const u32(&left)[4] = a[h];
+                        const u32(&right)[4] = b[column_place[s]][slice];
+                        tensor::mma<T>(to[2 * slice], left[0], left[1], left[2], left[3], right[0], right[1]);
+                        tensor::mma<T>(to[2 * slice + 1], left[0], left[1], left[2], left[3], right[2], right[3]);
+                    }
                 }
+                __syncwarp();
+            }
         }
     }
 
@@ -113,6 +137,6 @@ igemm_groups_wgrad(const __grid_constant__ Params p) {
             const int k = column * 16 + lane / 4 + i % 4 / 2 * 8;
             const int c = groups::first_in(column) + i / 4 * 8 + lane % 4 * 2 + i % 2;
             if (k / Traits::out_each == c / Traits::in_each)
-                to[(k * taps + tap_filter[tap]) * Traits::in_each + c % Traits::in_each] = sum[tap][i / 4][i % 4];
+                to[(k * taps + tap) * Traits::in_each + c % Traits::in_each] = sum[tap][i / 4][i % 4];
         }
 }

@@ -9,9 +9,14 @@
 // pixel after the other, at `pitch` bytes: an odd number of 16, so that eight pixels side by side fall into different
 // banks. A tap is then a constant distance, and reading a window's value is one ldmatrix without arithmetic.
 //
-// Traits: in_chunk, out_chunk, in_each, out_each (channels of a group), slices, images, high, wide, step_h,
-// step_w (from one pixel to the next, in the image), halo_h, halo_w (the piece), warps (that share the pixels of a
-// column), stages. `taps` lists, in front of the kernel: which of the filter, and how many pixels of the piece further.
+// A warp goes down a strip, sixteen pixels of all the tile's images side by side, row by row of the piece: what it reads
+// of a row serves all rows of results whose windows cover it. All of that is unrolled; a __syncwarp behind each row keeps
+// the compiler from reading many rows ahead, for which there are no registers.
+//
+// Traits: in_chunk, out_chunk, in_each, out_each (channels of a group), slices, images, high, wide, step_h, step_w (from
+// one pixel to the next, in the image), halo_h, halo_w (the piece), warps (that share the strips of a column), stages.
+// Behind the struct: taps along both axes, each with its phase (dgrad with a stride, as in igemm.cu), which of the filter
+// it is, and how many pixels of the piece further it reads; of columns, as one of the different distances `column_far`.
 #pragma once
 #include "common/divide.cuh"
 #include "common/mma.cuh"
@@ -21,7 +26,10 @@ namespace groups {
 constexpr int in_chunk = Traits::in_chunk, out_chunk = Traits::out_chunk, columns = out_chunk / 16;
 constexpr int high = Traits::high, wide = Traits::wide, images = Traits::images, count = images * high * wide;
 constexpr int halo_h = Traits::halo_h, halo_w = Traits::halo_w, halo = images * halo_h * halo_w;
-constexpr int threads = 32 * columns * Traits::warps, stages = Traits::stages, sixteens = (count + 15) / 16;
+constexpr int threads = 32 * columns * Traits::warps, stages = Traits::stages;
+constexpr int across = images * wide, strips = (across + 15) / 16;
+constexpr int row_taps = Traits::row_taps, column_taps = Traits::column_taps, distances = Traits::distances;
+constexpr int all_taps = Traits::filter_h * Traits::filter_w;
 constexpr int image_pitch = in_chunk * 2 + 16, image_bytes = halo * image_pitch;
 constexpr int slices = Traits::slices;
 
@@ -48,17 +56,17 @@ struct Tile {
     }
 };
 
-// A pixel of a tile.
+// One of the pixels across a tile, in its first row.
 struct Pixel {
-    int image, h, w;
+    int image, w;
 
-    __device__ __forceinline__ explicit Pixel(int at) : image(at / (high * wide)), h(at / wide % high), w(at % wide) {}
+    __device__ __forceinline__ explicit Pixel(int at) : image(at / wide), w(at % wide) {}
     // Bytes from the piece's first pixel to where the window begins.
     __device__ __forceinline__ int window() const {
-        return ((image * halo_h + h * Traits::step_h) * halo_w + w * Traits::step_w) * image_pitch;
+        return (image * (halo_h * halo_w) + w * Traits::step_w) * image_pitch;
     }
     __device__ __forceinline__ bool inside(const Tile& tile, const Place& place) const {
-        return tile.image + image < place.images && tile.h + h < place.rows && tile.w + w < place.columns;
+        return image < images && tile.image + image < place.images && tile.w + w < place.columns;
     }
 };
 
