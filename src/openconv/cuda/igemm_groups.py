@@ -103,8 +103,8 @@ class IgemmGroups(Engine):
         turns = [each.launch(device) if each else None for each in work.turned]
         second = None
         if wgrad:
-            grid = (ceil(prod(problem.w_shape) / (work.sum_together * 256 // work.sum_rows)),)
-            second = Launch(others[0], "igemm_sum", device, grid, (256,), work.sum_params, follows=True)
+            params = pack(2, (), (work.splits, 32 * work.fours))
+            second = Launch(others[0], "igemm_groups_sum", device, (work.fours,), (256,), params, follows=True)
 
         def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
             assert workspace is not None
@@ -137,13 +137,12 @@ class IgemmGroups(Engine):
         copied = [turn.source for turn in work.turned if turn]
         if problem.direction != "wgrad":
             return [jit.Source("igemm_groups.cu", traits), *copied]
-        constants: dict[str, int | bool | str] = {
-            "together": work.sum_together, "rows": work.sum_rows, "Products": "float",
-            "last": is_last(problem, 1), "filter": True,
-        }  # fmt: skip
+        names = ("in_each", "out_each", "in_chunk", "out_chunk", "slices")
+        constants = {name: work.constants[name] for name in names}
+        constants |= {"columns": work.columns, "taps": work.all_taps, "last": is_last(problem, 1)}
         made = [
             jit.Source("igemm_groups_wgrad.cu", traits),
-            jit.Source("igemm_sum.cu", render.traits(problem, constants)),
+            jit.Source("igemm_groups_sum.cu", render.traits(problem, constants)),
         ]
         return made + copied
 
@@ -246,15 +245,16 @@ class _Work:
         )
 
         self.reach = max(lists["row_place"]) + 1
-        halo = knobs.images * self.halo_h * self.halo_w
+        self.halo_slots = self.halo_h * ceil(self.halo_w / step_w) * step_w
         self.strips = ceil(knobs.images * knobs.wide / 16)
         pitch = 2 * in_chunk + 16
-        self.stage_bytes = halo * pitch + (knobs.high * self.strips * 16 * (2 * out_chunk + 16) if wgrad else 0)
-        zeros = (self.halo_h - 1) * self.halo_w + self.distances[-1] + 1
-        beside = zeros * pitch if wgrad else knobs.groups * each_in * each_out * self.all_taps * 2
+        self.stage_bytes = knobs.images * self.halo_slots * pitch + (
+            knobs.high * self.strips * 16 * (2 * out_chunk + 16) if wgrad else 0
+        )
+        beside = self.halo_slots * pitch if wgrad else knobs.groups * each_in * each_out * self.all_taps * 2
         self.shared = knobs.stages * self.stage_bytes + beside
         live = 8 * len(rows.taps) * len(columns.taps) * ceil(self.reach / step_h)  # sums of rows that are not complete
-        operands = 4 * len(self.distances) * self.slices * (1 if wgrad else 2)
+        operands = 4 * len(self.distances) * self.slices * 2
         registers = 40 + operands + self.all_taps * self.slices * (8 if wgrad else 4) + (12 if wgrad else live)
         self.residents = max(1, min(_REGISTERS // (self.threads * registers), _SHARED // (self.shared + 1024), 8))
         # Unrolled, all is known ahead of its use: more registers than these would be filled too soon.
@@ -268,7 +268,8 @@ class _Work:
         blocks = ceil(self.tiles / self.turns)  # as even as it goes
         self.grid = (blocks, self.chunks, 1)
         self.splits = blocks * knobs.warps
-        self.workspace = 4 * self.splits * prod(problem.w_shape) if wgrad else 0
+        self.fours = self.chunks * self.columns * self.all_taps * 2 * self.slices  # sums of wgrad, in fours of 32 lanes
+        self.workspace = 512 * self.splits * self.fours if wgrad else 0
         self.turned, self.copies = _turned(problem), [0, 0, 0]
         for at, turn in enumerate(self.turned):
             if turn:
@@ -280,7 +281,7 @@ class _Work:
         numbers = [problem.n, *sizes[0], image[0], self.from_h, self.from_w, *counts, self.tiles]
         numbers += [*divisor(tiles[2]), *divisor(tiles[1])]
         if wgrad:
-            self.params = pack(3, (prod(problem.w_shape),), (*numbers, problem.k))
+            self.params = pack(3, (), (*numbers, problem.k))
         else:
             pointers = 3 + max(1, len(problem.epilogue.operands))
             self.params = pack(pointers, (), (*numbers, *sizes[1], result[0]))
@@ -301,26 +302,10 @@ class _Work:
             }  # fmt: skip
 
     @property
-    def sum_together(self) -> int:
-        inner = prod(self.problem.w_shape[1:])
-        return gcd(4, inner) if is_last(self.problem, 1) else 1
-
-    @property
-    def sum_rows(self) -> int:
-        return 8 if self.splits > 8 else 1
-
-    @property
-    def sum_params(self) -> bytes:
-        problem = self.problem
-        numbers = self.splits, prod(problem.w_shape[1:]), problem.c // problem.groups
-        return pack(3, (prod(problem.w_shape), 1), numbers)
-
-    @property
     def seconds(self) -> float:
         """Predicted time: the bytes, or what shared memory gives to the products."""
         problem, knobs, device = self.problem, self.knobs, self.device
-        conflicts = 2 if self.constants["step_w"] in (2, 4) else 1
-        reads = 4 * self.halo_h * len(self.distances) * self.slices * conflicts
+        reads = 4 * self.halo_h * len(self.distances) * self.slices
         products = 3 * knobs.high * self.all_taps * self.slices
         strip = max(reads, products) + 30 * knobs.high
         tile = (self.columns * self.strips * strip + self.stage_bytes / 128) / 1.5e9
@@ -329,7 +314,7 @@ class _Work:
         busy = self.turns * max(self.residents * tile, alone)
         moved = self.tiles * self.chunks * self.stage_bytes / (2.0 * device.bandwidth)
         floors = sorted((busy, moved, problem.min_bytes / device.bandwidth))
-        apart = 1.8e-6 + 8.0 * self.splits * prod(problem.w_shape) / (1.6 * device.bandwidth)
+        apart = 1.8e-6 + 1024.0 * self.splits * self.fours / (1.6 * device.bandwidth)
         turned = sum(turn.seconds(device) for turn in self.turned if turn)
         return 6e-6 + floors[2] + 0.5 * floors[1] + (apart if problem.direction == "wgrad" else 0.0) + turned
 
@@ -359,7 +344,7 @@ def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
                     tile = Tile(groups, images, high, wide, warps, stages)
                     work = _Work(problem, tile, device)
                     fits = work.shared <= min(_SHARED, device.shared_bytes)
-                    if fits and 4 * work.splits * prod(problem.w_shape) <= _MOST_WORKSPACE:
+                    if fits and 512 * work.splits * work.fours <= _MOST_WORKSPACE:
                         yield tile
 
 

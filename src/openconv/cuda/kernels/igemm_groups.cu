@@ -147,7 +147,7 @@ igemm_groups(const __grid_constant__ Params p) {
             const auto read = [&](int row) {
 #pragma unroll
                 for (int i = 0; i < groups::distances * slices; ++i) {
-                    const int far = row * groups::halo_w + column_far[i / slices];
+                    const int far = row * groups::row_slots + groups::slot(column_far[i / slices]);
                     tensor::load_matrices(a[row % 2][i / slices][i % slices],
                                           window + far * groups::image_pitch + i % slices * 32);
                 }

@@ -6,7 +6,7 @@
 // warp keeps the sums of all taps of a column in registers. Both operands lie across the depth, which is the pixels.
 //
 // Blocks stay: each goes through tiles of its chunk of groups. The sums of every warp that shares a column's pixels are a
-// split of their own, which igemm_sum adds up in a fixed order.
+// split of their own, which igemm_groups_sum adds up in a fixed order.
 //
 // Traits: those of common/igemm_groups.cuh; uneven (the last tile of an image may have fewer rows), follows (another
 // kernel, that made an input).
@@ -25,14 +25,12 @@ constexpr int gradient_pitch = groups::out_chunk * 2 + 16, gradient_across = gro
 constexpr int gradient_pixels = groups::high * gradient_across;
 constexpr int gradient_bytes = gradient_pixels * gradient_pitch, stage_bytes = groups::image_bytes + gradient_bytes;
 // Zeros as far as windows reach: what those of a pixel that is not there read.
-constexpr int zero_bytes =
-    ((groups::halo_h - 1) * groups::halo_w + column_far[groups::distances - 1] + 1) * groups::image_pitch;
+constexpr int zero_bytes = groups::halo_h * groups::row_slots * groups::image_pitch;
 
 struct Params {
     const T* image;
     const Traits::B* gradient;
-    float* parts;
-    i64 results;  // elements of dw
+    Pack<float, 4>* parts;
     groups::Place place;
     int gradient_pixel;
 };
@@ -94,20 +92,22 @@ igemm_groups_wgrad(const __grid_constant__ Params p) {
             const char* const window = pixel.inside(tile, p.place)
                                            ? piece + pixel.window() + groups::first_in(column) * 2 + lane / 16 * 16
                                            : zeros;
-            u32 a[groups::high][4];
+            u32 a[groups::high][4], b[2][groups::distances][slices][4];  // of x a row, and the next one
+            const auto read = [&](int row) {
+#pragma unroll
+                for (int i = 0; i < groups::distances * slices; ++i) {
+                    const int far = row * groups::row_slots + groups::slot(column_far[i / slices]);
+                    tensor::load_transposed(b[row % 2][i / slices][i % slices],
+                                            window + far * groups::image_pitch + i % slices * 32);
+                }
+                const int h = row / Traits::step_h;
+                if (row % Traits::step_h == 0 && h < groups::high)
+                    tensor::load_transposed(a[h], gradient + (h * gradient_across + strip * 16) * gradient_pitch);
+            };
+            read(0);
 #pragma unroll
             for (int row = 0; row < groups::halo_h; ++row) {
-                u32 b[groups::distances][slices][4];
-#pragma unroll
-                for (int i = 0; i < groups::distances * slices; ++i)
-                    tensor::load_transposed(b[i / slices][i % slices],
-                                            window +
-                                                (row * groups::halo_w + column_far[i / slices]) * groups::image_pitch +
-                                                i % slices * 32);
-                if (row % Traits::step_h == 0 && row / Traits::step_h < groups::high)
-                    tensor::load_transposed(
-                        a[row / Traits::step_h],
-                        gradient + (row / Traits::step_h * gradient_across + strip * 16) * gradient_pitch);
+                if (row + 1 < groups::halo_h) read(row + 1);
 #pragma unroll
                 for (int r = 0; r < groups::row_taps; ++r) {
                     const int from = row - row_place[r], h = from / Traits::step_h;
@@ -118,7 +118,7 @@ igemm_groups_wgrad(const __grid_constant__ Params p) {
                         const int s = i / slices, slice = i % slices;
                         float (&to)[2 * slices][4] = sum[r * groups::column_taps + s];
                         const u32(&left)[4] = a[h];
-                        const u32(&right)[4] = b[column_place[s]][slice];
+                        const u32(&right)[4] = b[row % 2][column_place[s]][slice];
                         tensor::mma<T>(to[2 * slice], left[0], left[1], left[2], left[3], right[0], right[1]);
                         tensor::mma<T>(to[2 * slice + 1], left[0], left[1], left[2], left[3], right[2], right[3]);
                     }
@@ -128,15 +128,14 @@ igemm_groups_wgrad(const __grid_constant__ Params p) {
         }
     }
 
-    float* const to = p.parts + (blockIdx.x * Traits::warps + warp / groups::columns) * p.results +
-                      i64(chunk) * groups::out_chunk * (taps * Traits::in_each);
+    // The sums as the lanes have them, four at a time.
+    constexpr int fours = taps * 2 * slices;
+    const int part = blockIdx.x * Traits::warps + warp / groups::columns;
+    const int tile = (part * gridDim.y + chunk) * groups::columns + column;
+    Pack<float, 4>* const to = p.parts + (i64(tile) * fours * 32 + lane);
 #pragma unroll
-    for (int tap = 0; tap < taps; ++tap)
-#pragma unroll
-        for (int i = 0; i < groups::slices * 8; ++i) {
-            const int k = column * 16 + lane / 4 + i % 4 / 2 * 8;
-            const int c = groups::first_in(column) + i / 4 * 8 + lane % 4 * 2 + i % 2;
-            if (k / Traits::out_each == c / Traits::in_each)
-                to[(k * taps + tap) * Traits::in_each + c % Traits::in_each] = sum[tap][i / 4][i % 4];
-        }
+    for (int i = 0; i < fours; ++i) {
+        const float (&from)[4] = sum[i / (2 * slices)][i % (2 * slices)];
+        to[i * 32] = {from[0], from[1], from[2], from[3]};
+    }
 }

@@ -7,7 +7,8 @@
 //
 // A tile has `images` x `high` x `wide` pixels. The piece of the image that their windows cover lies in shared memory, a
 // pixel after the other, at `pitch` bytes: an odd number of 16, so that eight pixels side by side fall into different
-// banks. A tap is then a constant distance, and reading a window's value is one ldmatrix without arithmetic.
+// banks. A tap is then a constant distance, and reading a window's value is one ldmatrix without arithmetic. With a step
+// from window to window, columns that are a step apart lie side by side instead (`slot`).
 //
 // A warp goes down a strip, sixteen pixels of all the tile's images side by side, row by row of the piece: what it reads
 // of a row serves all rows of results whose windows cover it. All of that is unrolled; a __syncwarp behind each row keeps
@@ -30,8 +31,16 @@ constexpr int threads = 32 * columns * Traits::warps, stages = Traits::stages;
 constexpr int across = images * wide, strips = (across + 15) / 16;
 constexpr int row_taps = Traits::row_taps, column_taps = Traits::column_taps, distances = Traits::distances;
 constexpr int all_taps = Traits::filter_h * Traits::filter_w;
-constexpr int image_pitch = in_chunk * 2 + 16, image_bytes = halo * image_pitch;
+constexpr int image_pitch = in_chunk * 2 + 16;
 constexpr int slices = Traits::slices;
+
+// Where a column of the piece lies in its row.
+constexpr int apart = (halo_w + Traits::step_w - 1) / Traits::step_w, row_slots = apart * Traits::step_w;
+__device__ __forceinline__ constexpr int slot(int column) {
+    return column % Traits::step_w * apart + column / Traits::step_w;
+}
+
+constexpr int image_bytes = images * halo_h * row_slots * image_pitch;
 
 // The first channel of the image, in the chunk, that a column of results sums over.
 __device__ __forceinline__ int first_in(int column) { return column * 16 / Traits::out_each * Traits::in_each; }
@@ -62,9 +71,7 @@ struct Pixel {
 
     __device__ __forceinline__ explicit Pixel(int at) : image(at / wide), w(at % wide) {}
     // Bytes from the piece's first pixel to where the window begins.
-    __device__ __forceinline__ int window() const {
-        return (image * (halo_h * halo_w) + w * Traits::step_w) * image_pitch;
-    }
+    __device__ __forceinline__ int window() const { return (image * (halo_h * row_slots) + w) * image_pitch; }
     __device__ __forceinline__ bool inside(const Tile& tile, const Place& place) const {
         return image < images && tile.image + image < place.images && tile.w + w < place.columns;
     }
@@ -86,7 +93,8 @@ __device__ __forceinline__ void bring_image(char* to, const T* image, const Tile
         const int n = tile.image + at / (halo_h * halo_w), h = h0 + at / halo_w % halo_h, w = w0 + at % halo_w;
         const bool inside = n < p.images && unsigned(h) < unsigned(p.in_h) && unsigned(w) < unsigned(p.in_w);
         const Index from = ((Index(n) * p.in_h + h) * p.in_w + w) * p.pixel;
-        tensor::copy<16>(to + at * image_pitch + piece * 16, channels + (inside ? from : 0), inside);
+        const int place = at / halo_w * row_slots + slot(at % halo_w);
+        tensor::copy<16>(to + place * image_pitch + piece * 16, channels + (inside ? from : 0), inside);
     }
 }
 
