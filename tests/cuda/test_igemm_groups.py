@@ -19,13 +19,13 @@ from tests.support import candidates, check_engine, make, refusal, run_engine, t
 ENGINE = IgemmGroups()
 # Groups of 2 to 32 channels; other numbers of results than of channels; strides, dilation, uneven padding; one axis.
 PROBLEMS = {
-    "n2 c32 h9 w7 k32 r3 s3 pad1 g8": Tile(8, 1, 4, 7, 1, 2),
-    "n3 c16 h5 w5 k16 r3 s3 pad1 g8": Tile(8, 2, 5, 5, 2, 3),
-    "n1 c64 h8 w9 k64 r3 s3 stride2 pad1 g4": Tile(2, 1, 3, 4, 1, 2),
-    "n2 c64 h6 w5 k64 r3 s3 pad1 g2": Tile(1, 1, 3, 5, 1, 3),
-    "n1 c64 h9 w9 k32 r3 s2 stride1,2 pad2:1,0:1 dil2,1 g4": Tile(2, 1, 2, 5, 1, 2),
-    "n2 c64 h7 w7 k32 r1 s1 stride2 g4": Tile(2, 2, 4, 4, 2, 2),
-    "n2 c32 w37 k32 s5 pad4:0 dil2 g4": Tile(2, 1, 1, 20, 2, 2),
+    "n2 c32 h9 w7 k32 r3 s3 pad1 g8": Tile(8, 1, 4, 7, 4, 1, 2),
+    "n3 c16 h5 w5 k16 r3 s3 pad1 g8": Tile(8, 2, 5, 5, 5, 2, 3),
+    "n1 c64 h8 w9 k64 r3 s3 stride2 pad1 g4": Tile(2, 1, 3, 4, 3, 1, 2),
+    "n2 c64 h6 w5 k64 r3 s3 pad1 g2": Tile(1, 1, 3, 5, 3, 1, 3),
+    "n1 c64 h9 w9 k32 r3 s2 stride1,2 pad2:1,0:1 dil2,1 g4": Tile(2, 1, 2, 5, 2, 1, 2),
+    "n2 c64 h7 w7 k32 r1 s1 stride2 g4": Tile(2, 2, 4, 4, 2, 2, 2),
+    "n2 c32 w37 k32 s5 pad4:0 dil2 g4": Tile(2, 1, 1, 20, 1, 2, 2),
 }
 
 
@@ -50,12 +50,12 @@ def test_right_in_bf16_with_filters_channels_first(direction):
 @pytest.mark.parametrize("layout", ["nchw", "nhwc*nhwc>nchw"])
 def test_right_with_channels_first(direction, layout):
     problem = make("n2 c32 h7 w6 k32 r3 s3 pad1 g8", direction, "f16", layout)
-    check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, Tile(8, 1, 4, 6, 1, 2)))
+    check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, Tile(8, 1, 4, 6, 4, 1, 2)))
 
 
 def test_explain_shows_what_is_copied():
     problem = make("n2 c32 h7 w6 k32 r3 s3 pad1 g8", "fprop", "f16", "nchw")
-    steps = steps_of(problem, this_device(), with_knobs(ENGINE, problem, Tile(8, 1, 4, 6, 1, 2)))
+    steps = steps_of(problem, this_device(), with_knobs(ENGINE, problem, Tile(8, 1, 4, 6, 4, 1, 2)))
     assert steps[:2] == ("copy x from nchw to nhwc", "copy y from nhwc to nchw")
 
 
@@ -63,7 +63,7 @@ def test_explain_shows_what_is_copied():
 @pytest.mark.parametrize("epilogue", ["+bias+relu", "+bias+residual+relu", "+=sub(tanh(t.b),max(acc,c.a))"])
 def test_the_epilogue_is_part_of_the_kernel(direction, epilogue):
     problem = make(f"n1 c32 h6 w5 k32 r3 s3 stride1,2 pad1 g4 {epilogue}", direction, "f16", "nhwc")
-    check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, Tile(4, 1, 4, 3, 1, 2)))
+    check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, Tile(4, 1, 4, 3, 4, 1, 2)))
 
 
 def test_what_is_not_finite_stays_where_it_is():
@@ -71,7 +71,7 @@ def test_what_is_not_finite_stays_where_it_is():
     problem = make("n1 c16 h5 w5 k16 r3 s3 g4", "wgrad", "f16", "nhwc")
     a, b, _ = tensors(problem)
     a[0, 0, 4, 4] = torch.inf
-    candidate = with_knobs(ENGINE, problem, Tile(4, 1, 4, 4, 2, 2))
+    candidate = with_knobs(ENGINE, problem, Tile(4, 1, 4, 4, 2, 2, 2))
     out = run_engine(ENGINE, problem, candidate=candidate, inputs=(a, b, ())).out
     assert not out[:4, 0, 2, 2].isfinite().any()
     out[:4, 0, 2, 2] = 0

@@ -32,12 +32,14 @@ _MOST_WORKSPACE = 256 << 20
 @dataclass(frozen=True)
 class Tile(Knobs):
     """A block has ``groups`` groups and goes through tiles of ``images`` x ``high`` x ``wide`` pixels, of which
-    ``stages`` - 1 are on their way. ``warps`` share the pixels of sixteen channels."""
+    ``stages`` - 1 are on their way. ``warps`` share the strips of sixteen channels, each sixteen pixels wide and
+    ``rows`` high."""
 
     groups: int
     images: int
     high: int
     wide: int
+    rows: int
     warps: int
     stages: int
 
@@ -246,10 +248,11 @@ class _Work:
 
         self.reach = max(lists["row_place"]) + 1
         self.halo_slots = self.halo_h * ceil(self.halo_w / step_w) * step_w
-        self.strips = ceil(knobs.images * knobs.wide / 16)
+        self.across = ceil(knobs.images * knobs.wide / 16)
+        self.strips = self.across * (knobs.high // knobs.rows)
         pitch = 2 * in_chunk + 16
         self.stage_bytes = knobs.images * self.halo_slots * pitch + (
-            knobs.high * self.strips * 16 * (2 * out_chunk + 16) if wgrad else 0
+            knobs.high * self.across * 16 * (2 * out_chunk + 16) if wgrad else 0
         )
         beside = self.halo_slots * pitch if wgrad else knobs.groups * each_in * each_out * self.all_taps * 2
         self.shared = knobs.stages * self.stage_bytes + beside
@@ -287,7 +290,8 @@ class _Work:
             self.params = pack(pointers, (), (*numbers, *sizes[1], result[0]))
         self.constants: dict[str, int | bool | str] = {
             "in_chunk": in_chunk, "out_chunk": out_chunk, "in_each": each_in, "out_each": each_out,
-            "slices": self.slices, "images": knobs.images, "high": knobs.high, "wide": knobs.wide, "step_h": step_h,
+            "slices": self.slices, "images": knobs.images, "high": knobs.high, "wide": knobs.wide, "rows": knobs.rows,
+            "step_h": step_h,
             "step_w": step_w, "halo_h": self.halo_h, "halo_w": self.halo_w, "warps": knobs.warps,
             "row_taps": len(lists["row_place"]), "column_taps": len(lists["column_place"]),
             "distances": len(self.distances), "filter_h": rows.numbers[5], "filter_w": columns.numbers[5],
@@ -305,9 +309,10 @@ class _Work:
     def seconds(self) -> float:
         """Predicted time: the bytes, or what shared memory gives to the products."""
         problem, knobs, device = self.problem, self.knobs, self.device
-        reads = 4 * self.halo_h * len(self.distances) * self.slices
-        products = 3 * knobs.high * self.all_taps * self.slices
-        strip = max(reads, products) + 30 * knobs.high
+        under = (knobs.rows - 1) * int(self.constants["step_h"]) + self.reach
+        reads = 4 * under * len(self.distances) * self.slices
+        products = 3 * knobs.rows * self.all_taps * self.slices
+        strip = max(reads, products) + 30 * knobs.rows
         tile = (self.columns * self.strips * strip + self.stage_bytes / 128) / 1.5e9
         # A warp alone waits for what it reads and multiplies; beside others it does so while they work.
         alone = ceil(self.strips / knobs.warps) * 3 * strip / 1.7e9 + 0.8e-6
@@ -334,14 +339,14 @@ def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
         if problem.groups % groups or max(each_in, each_out) * groups > 128:
             continue
         for images, high, wide in sorted(_shapes(problem, rows, columns)):
-            for warps in {1, 2, 4, ceil(images * wide / 16)}:
+            for rows_each, warps in sorted(_shares(images, high, wide)):
                 threads = 2 * groups * each_out * warps
-                if warps > ceil(images * wide / 16) or not 32 <= threads <= 512:
+                if not 32 <= threads <= 512:
                     continue
                 if threads % (groups * each_in // 8) or threads % (groups * each_out // 8):
                     continue
                 for stages in (2, 3):
-                    tile = Tile(groups, images, high, wide, warps, stages)
+                    tile = Tile(groups, images, high, wide, rows_each, warps, stages)
                     work = _Work(problem, tile, device)
                     fits = work.shared <= min(_SHARED, device.shared_bytes)
                     if fits and 512 * work.splits * work.fours <= _MOST_WORKSPACE:
@@ -356,3 +361,13 @@ def _shapes(problem: Problem, rows: int, columns: int) -> set[tuple[int, int, in
     if columns <= 32:
         shapes |= {(images, high, columns) for high in highs for images in (2, 4, 8, 16) if images <= problem.n}
     return shapes
+
+
+def _shares(images: int, high: int, wide: int) -> set[tuple[int, int]]:
+    """Rows of a strip, and warps that share the strips of a tile."""
+    across, found = ceil(images * wide / 16), set()
+    for parts in (1, 2, 4):
+        if high % parts == 0:
+            strips = across * parts
+            found |= {(high // parts, warps) for warps in (1, 2, 4, strips) if warps <= strips}
+    return found

@@ -25,7 +25,7 @@ using T = Traits::A;
 using Index = Traits::Index;
 constexpr int taps = groups::all_taps, slices = groups::slices;
 constexpr int reach =
-    groups::halo_h - (groups::high - 1) * Traits::step_h - 1;  // from a window's first row to its last
+    groups::strip_h - (groups::high - 1) * Traits::step_h - 1;  // from a window's first row to its last
 constexpr int phases_h = Traits::phases_h, phases_w = Traits::phases_w;
 constexpr int filter_rows = Traits::turned ? groups::in_chunk : groups::out_chunk;
 constexpr int filter_elements = filter_rows * taps * Traits::each, filter_bytes = filter_elements * 2;
@@ -66,21 +66,22 @@ struct Filter {
 
 // Where a lane's results of a strip go: two pixels of each row.
 struct Results {
-    Index first[2];  // in the row's first phase, of the tile's first row
+    Index first[2];  // in the first phase of the strip's first row
     bool there[2];
-    int rows, columns[2];  // of the result from the tile's first pixel on
+    int rows, columns[2];  // of the result from the strip's first pixel on
     int channel;
 
-    __device__ __forceinline__ Results(int at, const groups::Tile& tile, int channel, const Params& p)
-        : rows(p.out_h - tile.h * phases_h), channel(channel) {
+    __device__ __forceinline__ Results(int at, const groups::Tile& tile, int first_h, int channel, const Params& p)
+        : rows(p.out_h - (tile.h + first_h) * phases_h), channel(channel) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const groups::Pixel pixel(at + 8 * half);
             const int w = (tile.w + pixel.w) * phases_w;
             there[half] = pixel.inside(tile, p.place);
             columns[half] = p.out_w - w;
-            first[half] =
-                ((Index(tile.image + pixel.image) * p.out_h + tile.h * phases_h) * p.out_w + w) * p.out_pixel + channel;
+            first[half] = ((Index(tile.image + pixel.image) * p.out_h + (tile.h + first_h) * phases_h) * p.out_w + w) *
+                              p.out_pixel +
+                          channel;
         }
     }
 
@@ -140,9 +141,12 @@ igemm_groups(const __grid_constant__ Params p) {
         stage = stage + 1 == groups::stages ? 0 : stage + 1;
 #pragma unroll 1
         for (int strip = warp / groups::columns; strip < groups::strips; strip += Traits::warps) {
-            const char* const window = piece + groups::Pixel(min(strip * 16 + lane % 16, groups::across - 1)).window();
-            Results results(strip * 16 + lane / 4, tile, first_channel, p);
-            float sum[groups::high][phases_h][phases_w][2][4] = {};
+            const int first = strip % groups::strips_across * 16,
+                      first_h = strip / groups::strips_across * groups::rows;
+            const char* const window =
+                piece + groups::Pixel(min(first + lane % 16, groups::across - 1)).window(first_h);
+            const Results results(first + lane / 4, tile, first_h, first_channel, p);
+            float sum[groups::rows][phases_h][phases_w][2][4] = {};
             u32 a[2][groups::distances][slices][4];  // of a row, and of the next one
             const auto read = [&](int row) {
 #pragma unroll
@@ -154,13 +158,13 @@ igemm_groups(const __grid_constant__ Params p) {
             };
             read(0);
 #pragma unroll
-            for (int row = 0; row < groups::halo_h; ++row) {
-                if (row + 1 < groups::halo_h) read(row + 1);
+            for (int row = 0; row < groups::strip_h; ++row) {
+                if (row + 1 < groups::strip_h) read(row + 1);
 #pragma unroll
                 for (int i = 0; i < groups::row_taps * groups::column_taps; ++i) {
                     const int r = i / groups::column_taps, s = i % groups::column_taps, from = row - row_place[r];
                     const int h = from / Traits::step_h;
-                    if (from < 0 || from % Traits::step_h || h >= groups::high) continue;
+                    if (from < 0 || from % Traits::step_h || h >= groups::rows) continue;
                     float (&to)[2][4] = sum[h][row_phase[r]][column_phase[s]];
 #pragma unroll
                     for (int slice = 0; slice < slices; ++slice) {
@@ -171,8 +175,9 @@ igemm_groups(const __grid_constant__ Params p) {
                     }
                 }
                 // The row of results whose windows end here.
-                if (row >= reach && (row - reach) % Traits::step_h == 0)
-                    results.store((row - reach) / Traits::step_h, sum[(row - reach) / Traits::step_h], p);
+                if (row >= groups::reach && (row - groups::reach) % Traits::step_h == 0)
+                    results.store((row - groups::reach) / Traits::step_h, sum[(row - groups::reach) / Traits::step_h],
+                                  p);
                 __syncwarp();
             }
         }

@@ -21,7 +21,7 @@ using T = Traits::A;
 using Index = Traits::Index;
 constexpr int taps = groups::all_taps, slices = groups::slices;
 // Rows of dy one below the other, each of whole strips.
-constexpr int gradient_pitch = groups::out_chunk * 2 + 16, gradient_across = groups::strips * 16;
+constexpr int gradient_pitch = groups::out_chunk * 2 + 16, gradient_across = groups::strips_across * 16;
 constexpr int gradient_pixels = groups::high * gradient_across;
 constexpr int gradient_bytes = gradient_pixels * gradient_pitch, stage_bytes = groups::image_bytes + gradient_bytes;
 // Zeros as far as windows reach: what those of a pixel that is not there read.
@@ -88,11 +88,13 @@ igemm_groups_wgrad(const __grid_constant__ Params p) {
         stage = stage + 1 == groups::stages ? 0 : stage + 1;
 #pragma unroll 1
         for (int strip = warp / groups::columns; strip < groups::strips; strip += Traits::warps) {
-            const groups::Pixel pixel(strip * 16 + lane % 16);
-            const char* const window = pixel.inside(tile, p.place)
-                                           ? piece + pixel.window() + groups::first_in(column) * 2 + lane / 16 * 16
-                                           : zeros;
-            u32 a[groups::high][4], b[2][groups::distances][slices][4];  // of x a row, and the next one
+            const int first = strip % groups::strips_across * 16,
+                      first_h = strip / groups::strips_across * groups::rows;
+            const groups::Pixel pixel(first + lane % 16);
+            const char* const window = pixel.inside(tile, p.place) ? piece + pixel.window(first_h) +
+                                                                         groups::first_in(column) * 2 + lane / 16 * 16
+                                                                   : zeros;
+            u32 a[groups::rows][4], b[2][groups::distances][slices][4];  // of x a row, and the next one
             const auto read = [&](int row) {
 #pragma unroll
                 for (int i = 0; i < groups::distances * slices; ++i) {
@@ -101,18 +103,20 @@ igemm_groups_wgrad(const __grid_constant__ Params p) {
                                             window + far * groups::image_pitch + i % slices * 32);
                 }
                 const int h = row / Traits::step_h;
-                if (row % Traits::step_h == 0 && h < groups::high)
-                    tensor::load_transposed(a[h], gradient + (h * gradient_across + strip * 16) * gradient_pitch);
+                if (row % Traits::step_h == 0 && h < groups::rows)
+                    tensor::load_transposed(a[h],
+                                            gradient + ((first_h + h) * gradient_across + first) * gradient_pitch);
             };
             read(0);
 #pragma unroll
-            for (int row = 0; row < groups::halo_h; ++row) {
-                if (row + 1 < groups::halo_h) read(row + 1);
+            for (int row = 0; row < groups::strip_h; ++row) {
+                if (row + 1 < groups::strip_h) read(row + 1);
 #pragma unroll
                 for (int r = 0; r < groups::row_taps; ++r) {
                     const int from = row - row_place[r], h = from / Traits::step_h;
-                    if (from < 0 || from % Traits::step_h || h >= groups::high) continue;
-                    if (Traits::uneven && tile.h + h >= p.place.rows) continue;  // zeros, but x may be no number
+                    if (from < 0 || from % Traits::step_h || h >= groups::rows) continue;
+                    if (Traits::uneven && tile.h + first_h + h >= p.place.rows)
+                        continue;  // zeros, but x may be no number
 #pragma unroll
                     for (int i = 0; i < groups::column_taps * slices; ++i) {
                         const int s = i / slices, slice = i % slices;

@@ -10,11 +10,11 @@
 // banks. A tap is then a constant distance, and reading a window's value is one ldmatrix without arithmetic. With a step
 // from window to window, columns that are a step apart lie side by side instead (`slot`).
 //
-// A warp goes down a strip, sixteen pixels of all the tile's images side by side, row by row of the piece: what it reads
-// of a row serves all rows of results whose windows cover it. All of that is unrolled; a __syncwarp behind each row keeps
+// A warp goes down a strip, sixteen pixels of all the tile's images side by side and `rows` rows high, row by row of the
+// piece: what it reads of a row serves all rows of results whose windows cover it. All of that is unrolled; a __syncwarp behind each row keeps
 // the compiler from reading many rows ahead, for which there are no registers.
 //
-// Traits: in_chunk, out_chunk, in_each, out_each (channels of a group), slices, images, high, wide, step_h, step_w (from
+// Traits: in_chunk, out_chunk, in_each, out_each (channels of a group), slices, images, high, wide, rows, step_h, step_w (from
 // one pixel to the next, in the image), halo_h, halo_w (the piece), warps (that share the strips of a column), stages.
 // Behind the struct: taps along both axes, each with its phase (dgrad with a stride, as in igemm.cu), which of the filter
 // it is, and how many pixels of the piece further it reads; of columns, as one of the different distances `column_far`.
@@ -28,7 +28,11 @@ constexpr int in_chunk = Traits::in_chunk, out_chunk = Traits::out_chunk, column
 constexpr int high = Traits::high, wide = Traits::wide, images = Traits::images, count = images * high * wide;
 constexpr int halo_h = Traits::halo_h, halo_w = Traits::halo_w, halo = images * halo_h * halo_w;
 constexpr int threads = 32 * columns * Traits::warps, stages = Traits::stages;
-constexpr int across = images * wide, strips = (across + 15) / 16;
+constexpr int rows = Traits::rows, across = images * wide, strips_across = (across + 15) / 16;
+constexpr int strips = strips_across * (high / rows);
+constexpr int strip_h = halo_h - (high - rows) * Traits::step_h;  // rows of the piece under a strip
+constexpr int reach = halo_h - (high - 1) * Traits::step_h - 1;   // from a window's first row to its last
+static_assert(high % rows == 0, "a tile is whole strips");
 constexpr int row_taps = Traits::row_taps, column_taps = Traits::column_taps, distances = Traits::distances;
 constexpr int all_taps = Traits::filter_h * Traits::filter_w;
 constexpr int image_pitch = in_chunk * 2 + 16;
@@ -65,13 +69,15 @@ struct Tile {
     }
 };
 
-// One of the pixels across a tile, in its first row.
+// One of the pixels across a tile.
 struct Pixel {
     int image, w;
 
     __device__ __forceinline__ explicit Pixel(int at) : image(at / wide), w(at % wide) {}
-    // Bytes from the piece's first pixel to where the window begins.
-    __device__ __forceinline__ int window() const { return (image * (halo_h * row_slots) + w) * image_pitch; }
+    // Bytes from the piece's first pixel to where the window begins, of row h.
+    __device__ __forceinline__ int window(int h) const {
+        return ((image * halo_h + h * Traits::step_h) * row_slots + w) * image_pitch;
+    }
     __device__ __forceinline__ bool inside(const Tile& tile, const Place& place) const {
         return image < images && tile.image + image < place.images && tile.w + w < place.columns;
     }
