@@ -23,7 +23,7 @@ LAYERS = (
     "n2 c96 w333 k64 s7 stride3 pad2:4",
     "n1 c1024 h7 w7 k128 r3 s3 pad1",
 )
-TYPES = ("f16", "bf16", "f32 tf32", "f32 tf32x3", "i8*i8>i32", "f16*f16>f32")
+TYPES = ("f16", "bf16", "f32 ieee", "f32 tf32", "f32 tf32x3", "i8*i8>i32", "f16*f16>f32")
 ENGINE = Igemm()
 if ENGINE.name not in [engine.name for engine in engines("cuda")]:
     pytest.skip(f"{ENGINE.name} is not among the engines yet", allow_module_level=True)
@@ -44,7 +44,7 @@ def test_layers_are_right(direction, dtype, layout):
         check_engine(ENGINE, problem_of(text, direction, dtype, layout))
 
 
-@pytest.mark.parametrize("dtype", ["f16", "f32 tf32x3"])
+@pytest.mark.parametrize("dtype", ["f16", "f32 ieee", "f32 tf32x3"])
 def test_bits_repeat_and_do_not_depend_on_the_batch(dtype):
     for text in LAYERS[:8]:
         for direction in ("fprop", "dgrad"):
