@@ -42,7 +42,13 @@ _LANE_SHAPES = (
 
 
 # Results of inputs.
-_RESULTS = {"f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "f32": ("f32",), "i8": ("i32",)}
+_RESULTS = {
+    "f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "f32": ("f32",),
+    "i8": ("i32",),
+    "e4m3": ("f16", "bf16", "f32"), "e5m2": ("f16", "bf16", "f32"),
+}  # fmt: skip
+_SMALL = ("e4m3", "e5m2")  # in any pair
+_WANTED = "one of " + ", ".join(f"{name} to {' or '.join(results)}" for name, results in _RESULTS.items())
 
 
 @dataclass(frozen=True)
@@ -88,10 +94,13 @@ class Igemm(Engine):
         if not isinstance(device, CudaDevice) or device.capability < 80:
             yield f"the device is {getattr(device, 'arch', device.name)}; its products are those of sm_80 and later"
         first, second, result = _dtypes(problem)
-        if first != second or result not in _RESULTS.get(first, ()):
-            yield f"dtypes are {'*'.join(problem.dtypes)}; wanted f16, bf16, f32 or i8, and f32 or i32 as wider results"
-        elif first == "i8" and problem.direction != "fprop":
-            yield f"the pass is {problem.direction} of i8; wanted fprop"
+        alike = first == second or (first in _SMALL and second in _SMALL)
+        if not alike or result not in _RESULTS.get(first, ()):
+            yield f"dtypes are {'*'.join(problem.dtypes)}; wanted {_WANTED}"
+        elif DTYPE_BYTES[first] == 1 and problem.direction != "fprop":
+            yield f"the pass is {problem.direction} of {first}; wanted fprop"
+        elif first in _SMALL and isinstance(device, CudaDevice) and device.capability < 89:
+            yield f"the device is {device.arch}; {first} products are those of sm_89 and later"
         if problem.direction == "dgrad" and max(problem.stride) > _MOST_STRIDE:
             yield f"stride is {problem.stride}; wanted at most {_MOST_STRIDE} in dgrad"
         if problem.groups > 65535:
@@ -168,13 +177,13 @@ class Igemm(Engine):
         """What :meth:`build` compiles."""
         work = _Work(problem, knobs)
         file = "igemm_wgrad.cu" if problem.direction == "wgrad" else "igemm.cu"
-        made = [jit.Source(file, render.traits(problem, work.constants))]
+        made = [jit.Source(file, _traits(problem, work.constants))]
         if knobs.splits > 1:
             constants: dict[str, int | bool | str] = {
                 "together": work.sum_together, "rows": work.sum_rows, "Products": work.sums,
                 "last": work.last, "filter": problem.direction == "wgrad",
             }  # fmt: skip
-            made.append(jit.Source("igemm_sum.cu", render.traits(problem, constants)))
+            made.append(jit.Source("igemm_sum.cu", _traits(problem, constants)))
         return made + [turn.source for turn in _turned(problem) if turn]
 
 
@@ -182,6 +191,12 @@ def _dtypes(problem: Problem) -> tuple[str, str, str]:
     """Of the two inputs and the result."""
     first, second = problem.inputs
     return problem.dtypes[first], problem.dtypes[second], problem.result_dtype
+
+
+def _traits(problem: Problem, constants: dict[str, int | bool | str]) -> str:
+    """What a kernel is compiled with. Small floats lie in memory as bytes."""
+    x, w, y = ("u8" if name in _SMALL else name for name in problem.dtypes)
+    return render.traits(problem.with_(dtypes=(x, w, y)), constants)
 
 
 def _lanes(problem: Problem) -> bool:
@@ -309,7 +324,7 @@ class _Work:
 
     def __init__(self, problem: Problem, knobs: Tile) -> None:
         self.problem, self.knobs = problem, knobs
-        self.dtype = _dtypes(problem)[0]
+        self.dtype, second, _ = _dtypes(problem)
         self.size = DTYPE_BYTES[self.dtype]
         self.lanes = _lanes(problem)
         self.products = 0 if self.lanes else 3 if self.dtype == "f32" and problem.precision == "tf32x3" else 1
@@ -319,6 +334,7 @@ class _Work:
         constants: dict[str, int | bool | str] = {
             "rank": rank, "depth": knobs.depth, "warps_m": knobs.warps_m, "warps_n": knobs.warps_n,
             "stages": knobs.stages, "parted": knobs.splits > 1, "Products": self.sums, "products": self.products,
+            "Factors": f"tensor::Bytes<tensor::{self.dtype}, tensor::{second}>" if self.dtype in _SMALL else self.dtype,
         }  # fmt: skip
         piece = self.piece = 16 // self.size
         stage = knobs.depth * self.size * (knobs.rows + knobs.columns)
@@ -468,6 +484,8 @@ class _Work:
         rate = (
             device.half_flops / device.threads * (0.79 if device.capability == 90 else 1.1) * 2 / self.size
         )  # of f16: half as many of f32, twice as many of i8
+        if self.dtype in _SMALL and 90 <= device.capability < 120:  # as products of f16
+            rate *= 0.45
         if self.size == 4:  # reading value by value and taking values apart come between products
             rate *= 0.4 if self.products == 3 else (0.9, 0.75, 0.75)[self.by_value]
         products = 2.0 * tile.rows * tile.columns * tile.depth * self.products / rate

@@ -20,7 +20,7 @@
 // that the next step belongs to the same tap or to the next one, and a bit says whether that is inside.
 //
 // Traits: rank, masked, last (channels, in the result), follows (another kernel, that made an input), pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents, products (of
-// tf32 for one of f32; 0: on CUDA cores), along (the filter lies along the depth), a_vector, b_vector (elements that lie side by side
+// tf32 for one of f32; 0: on CUDA cores), Factors (types that are multiplied), along (the filter lies along the depth), a_vector, b_vector (elements that lie side by side
 // and aligned), together (results likewise), phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for
 // igemm_sum), early (what follows the sums reads no tensors, and channels in pairs).
 
@@ -40,7 +40,7 @@ using Sum = Traits::Products;  // float or int
 constexpr int rank = Traits::rank, BM = Traits::pixels, BN = Traits::filters, BK = Traits::depth;
 constexpr int warps = Traits::warps_m * Traits::warps_n, threads = 32 * warps, stages = Traits::stages;
 constexpr int MT = BM / Traits::warps_m / 16, NT = BN / Traits::warps_n / 16;
-using Kind = igemm::Kind<T, Traits::products>;
+using Kind = igemm::Kind<Traits::Factors, Traits::products>;
 using ATile = Kind::Tile<BM, BK, true>;
 using BTile = Kind::Tile<BN, BK, Traits::along>;
 using Products = Kind::Products<ATile, BTile, MT, NT, Sum>;

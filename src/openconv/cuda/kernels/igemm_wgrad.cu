@@ -12,7 +12,7 @@
 // steps' pixels.
 //
 // Traits: rank, last (channels, in dw), follows (another kernel, that made an input), filters, columns, depth (pixels of a step), warps_m, warps_n, stages, residents, products (of tf32 for
-// one of f32; 0: on CUDA cores), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise), parted
+// one of f32; 0: on CUDA cores), Factors (types that are multiplied), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise), parted
 // (sums go to `parts`).
 
 #include "common/types.cuh"
@@ -29,7 +29,7 @@ using Sum = Traits::Products;
 constexpr int rank = Traits::rank, BM = Traits::filters, BN = Traits::columns, BK = Traits::depth;
 constexpr int warps = Traits::warps_m * Traits::warps_n, threads = 32 * warps, stages = Traits::stages;
 constexpr int MT = BM / Traits::warps_m / 16, NT = BN / Traits::warps_n / 16;
-using Kind = igemm::Kind<T, Traits::products>;
+using Kind = igemm::Kind<Traits::Factors, Traits::products>;
 using ATile = Kind::Tile<BM, BK, false>;
 using BTile = Kind::Tile<BN, BK, false>;
 using Products = Kind::Products<ATile, BTile, MT, NT, Sum>;
