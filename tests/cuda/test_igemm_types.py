@@ -1,4 +1,4 @@
-"""cuda.igemm: products of f32 on CUDA cores and of floats of one byte, checked on the CPU."""
+"""cuda.igemm: products of f32 on CUDA cores, of floats of one byte, and integers that become floats."""
 
 from __future__ import annotations
 
@@ -108,3 +108,13 @@ def test_floats_of_one_byte_on_the_cpu_and_where_nothing_takes_them():
     gradient = Problem.parse("dgrad n1 c5 h6 w7 k6 r3 s3 f16*e4m3>e4m3 nhwc")
     assert refusal(ENGINE, gradient) == "the pass is dgrad of e4m3; wanted fprop"
     assert "wanted one of" in refusal(ENGINE, Problem.parse("fprop n1 c5 h6 w7 k6 r3 s3 e4m3 nhwc"))
+
+
+@pytest.mark.parametrize("dtypes, splits", [("i8*i8>f32", 1), ("i8*i8>f32", 2), ("i8*i8>f16", 1)])
+def test_integers_become_floats(dtypes, splits):
+    knobs = replace(BYTES, splits=splits)
+    if dtypes.endswith("f32"):  # wide values overflow a f16
+        check(LAYERS[0], "fprop", knobs, dtypes)
+    check("n1 c24 h5 w5 k14 r3 s3 pad1 +scale+bias+relu", "fprop", knobs, dtypes)
+    check("n1 c9 h5 w5 k7 r3 s3 stride2 pad1 +mul(c.a)+residual", "fprop", knobs, dtypes, "nchw")
+    assert ENGINE.traits(make(LAYERS[0], "fprop", dtypes, "nhwc"), knobs).accumulator == "i32"

@@ -31,7 +31,7 @@ LAYERS = (
     "n2 c96 w333 k64 s7 stride3 pad2:4",
     "n1 c1024 h7 w7 k128 r3 s3 pad1",
 )
-TYPES = ("f16", "bf16", "f32 ieee", "f32 tf32", "f32 tf32x3", "i8*i8>i32", "f16*f16>f32", "e4m3*e4m3>f16",
+TYPES = ("f16", "bf16", "f32 ieee", "f32 tf32", "f32 tf32x3", "i8*i8>i32", "i8*i8>f32", "f16*f16>f32", "e4m3*e4m3>f16",
          "e4m3*e5m2>bf16", "e5m2*e4m3>f32", "e5m2*e5m2>f16")  # fmt: skip
 ENGINE = Igemm()
 if ENGINE.name not in [engine.name for engine in engines("cuda")]:

@@ -44,7 +44,7 @@ _LANE_SHAPES = (
 # Results of inputs.
 _RESULTS = {
     "f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "f32": ("f32",),
-    "i8": ("i32",),
+    "i8": ("i32", "f32", "f16", "bf16"),
     "e4m3": ("f16", "bf16", "f32"), "e5m2": ("f16", "bf16", "f32"),
 }  # fmt: skip
 _SMALL = ("e4m3", "e5m2")  # in any pair
@@ -115,7 +115,9 @@ class Igemm(Engine):
         work = _Work(problem, knobs)
         chain = ceil(work.steps / knobs.splits) * knobs.depth
         error = (chain * work.size / 16 * work.products + 2 * knobs.splits + 16) * 2.0**-23
-        if work.lanes:
+        if work.sums == "int":
+            error = 2.0**-24  # of a sum that becomes a float
+        elif work.lanes:
             error += chain * 2.0**-24
         elif work.dtype == "f32":
             error += 2.0**-10 if work.products == 1 else 2.0**-20
