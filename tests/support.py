@@ -329,7 +329,7 @@ def _accumulator(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
     if not a.is_floating_point():
         exact = problem.is_empty or _magnitude(problem, a, b).max() < 2**53
         assert exact, "the sums are too large for exact float64"
-        return total.long()
+        return total.long() if problem.result_dtype in INTEGERS else total
     return total
 
 

@@ -2,8 +2,8 @@
 
 Lowering, each rule visible in ``steps``:
 
-- f16 and bf16 are computed in f32 on the CPU, from casts of the inputs to a cast of the result (CUDA engines take them
-  as they are);
+- f16, bf16, e4m3 and e5m2 are computed in f32 on the CPU, from casts of the inputs to a cast of the result (CUDA
+  engines take them as they are);
 - complex problems become four real ones: (a + ib)(c + id) = (ac - bd) + i(ad + bc);
 - inputs whose memory is in neither layout are copied into one;
 - an epilogue is evaluated by torch behind the engine, except for a leading bias where the engine adds it itself; CUDA
@@ -49,7 +49,10 @@ __all__ = [
 ]
 
 _PARTS = {"complex32": "f32", "complex64": "f32", "complex128": "f64"}
-_COMPUTE = {"f16": "f32", "bf16": "f32", "complex32": "f32", "complex64": "f32", "complex128": "f64"}
+_COMPUTE = {
+    "f16": "f32", "bf16": "f32", "e4m3": "f32", "e5m2": "f32",
+    "complex32": "f32", "complex64": "f32", "complex128": "f64",
+}  # fmt: skip
 
 
 def device_of(device: torch.device) -> Device:

@@ -148,8 +148,7 @@ def test_refusals():
 
     small = "n1 c8 h5 w5 k8 r3 s3"
     wide = reason(small, dtype="f64")
-    assert wide == "dtypes are f64*f64*f64; wanted f16, bf16, f32 or i8, and f32 or i32 as wider results"
-    assert "formed of tf32" in reason(small, dtype="f32")
+    assert wide.startswith("dtypes are f64*f64*f64; wanted one of f16 to f16 or f32, ")
     steps = reason("n1 c8 h50 w50 k8 r3 s3 stride17", "dgrad")
     assert steps == "stride is (17, 17); wanted at most 16 in dgrad"
     old = ", ".join(ENGINE.refusals(make(small, "fprop", "f16", "nhwc"), device_for("sm_75")))

@@ -36,6 +36,39 @@ template <class T> inline void product(float (&d)[4], const Fragment& mine, int 
     emulator::wait(2);
 }
 
+// Floats of one byte, as common/mma_types.cuh has them.
+template <int Exponent, int Mantissa, bool Infinite> struct Small {
+    unsigned char bits;
+    operator float() const {
+        const int mantissa = bits & ((1 << Mantissa) - 1), exponent = bits >> Mantissa & ((1 << Exponent) - 1);
+        const float sign = bits & 128 ? -1.0f : 1.0f;
+        if (exponent == (1 << Exponent) - 1 && (Infinite || mantissa == (1 << Mantissa) - 1))
+            return Infinite && mantissa == 0 ? sign * INFINITY : NAN;
+        const int from = exponent ? exponent : 1;
+        return sign * ldexpf(float(mantissa + (exponent ? 1 << Mantissa : 0)), from - (1 << (Exponent - 1)) + 1 - Mantissa);
+    }
+};
+using e4m3 = Small<4, 3, false>;
+using e5m2 = Small<5, 2, true>;
+template <class Left, class Right> struct Bytes { unsigned char bits; };
+
+template <class Left, class Right> inline void product_bytes(Bytes<Left, Right>*, float (&d)[4], const Fragment& mine) {
+    const int me = emulator::current, first = me & ~31, g = (me & 31) / 4, t = me & 3;
+    fragments()[me] = mine;
+    emulator::wait(2);
+    for (int i = 0; i < 4; ++i) {
+        const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+        float sum = 0;
+        for (int k = 0; k < 32; ++k) {
+            const u32 a = fragments()[first + row % 8 * 4 + k % 16 / 4].a[row / 8 + k / 16 * 2];
+            const u32 b = fragments()[first + column * 4 + k % 16 / 4].b[k / 16];
+            sum += float(Left{(unsigned char)(a >> k % 4 * 8)}) * float(Right{(unsigned char)(b >> k % 4 * 8)});
+        }
+        d[i] += sum;
+    }
+    emulator::wait(2);
+}
+
 // Products of f32 see the first 19 bits of each factor, and lie otherwise.
 inline void product_tf32(float (&d)[4], const Fragment& mine) {
     const int me = emulator::current, first = me & ~31, g = (me & 31) / 4, t = me & 3;
@@ -63,6 +96,7 @@ inline u32 round_tf32(u32 bits) {
 
 template <class T> inline void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     if constexpr (sizeof(T) == 4) return product_tf32(d, {{a0, a1, a2, a3}, {b0, b1}, nullptr});
+    else if constexpr (sizeof(T) == 1) return product_bytes((T*)nullptr, d, {{a0, a1, a2, a3}, {b0, b1}, nullptr});
     else
     product<T>(d, {{a0, a1, a2, a3}, {b0, b1}, nullptr}, 16);
 }

@@ -7,7 +7,15 @@ import pytest
 from openconv.cuda.igemm import Igemm
 from openconv.engine import engine_named, engines
 from openconv.problem import DIRECTIONS, Problem
-from tests.support import check_batch_invariance, check_determinism, check_engine, make, reference, run_engine
+from tests.support import (
+    accepts,
+    check_batch_invariance,
+    check_determinism,
+    check_engine,
+    make,
+    reference,
+    run_engine,
+)
 
 LAYERS = (
     "n4 c64 h28 w28 k64 r3 s3 pad1",
@@ -23,7 +31,8 @@ LAYERS = (
     "n2 c96 w333 k64 s7 stride3 pad2:4",
     "n1 c1024 h7 w7 k128 r3 s3 pad1",
 )
-TYPES = ("f16", "bf16", "f32 tf32", "f32 tf32x3", "i8*i8>i32", "f16*f16>f32")
+TYPES = ("f16", "bf16", "f32 ieee", "f32 tf32", "f32 tf32x3", "i8*i8>i32", "i8*i8>f32", "f16*f16>f32", "e4m3*e4m3>f16",
+         "e4m3*e5m2>bf16", "e5m2*e4m3>f32", "e5m2*e5m2>f16")  # fmt: skip
 ENGINE = Igemm()
 if ENGINE.name not in [engine.name for engine in engines("cuda")]:
     pytest.skip(f"{ENGINE.name} is not among the engines yet", allow_module_level=True)
@@ -40,11 +49,13 @@ def problem_of(text: str, direction: str, dtype: str, layout: str) -> Problem:
 def test_layers_are_right(direction, dtype, layout):
     if "*" in dtype and direction != "fprop":
         pytest.skip("a forward pass")
+    if dtype[0] == "e" and not accepts(ENGINE, problem_of(LAYERS[0], direction, dtype, layout)):
+        pytest.skip("products of sm_89 and later")
     for text in LAYERS:
         check_engine(ENGINE, problem_of(text, direction, dtype, layout))
 
 
-@pytest.mark.parametrize("dtype", ["f16", "f32 tf32x3"])
+@pytest.mark.parametrize("dtype", ["f16", "f32 ieee", "f32 tf32x3"])
 def test_bits_repeat_and_do_not_depend_on_the_batch(dtype):
     for text in LAYERS[:8]:
         for direction in ("fprop", "dgrad"):

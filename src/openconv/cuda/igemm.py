@@ -1,4 +1,4 @@
-"""cuda.igemm: implicit GEMM on tensor cores, all three passes."""
+"""cuda.igemm: implicit GEMM, all three passes, on tensor cores or in plain f32."""
 
 from __future__ import annotations
 
@@ -35,9 +35,21 @@ _SHAPES = (
     (64, 128, 2, 2), (64, 64, 2, 2), (128, 32, 4, 1), (64, 32, 2, 1), (128, 16, 4, 1), (32, 128, 1, 4), (32, 64, 1, 2),
 )  # fmt: skip
 
+# On CUDA cores a thread has 8 x 8 results at most: a warp 64 x 32.
+_LANE_SHAPES = (
+    (128, 128, 2, 4), (256, 64, 4, 2), (128, 64, 2, 2), (64, 128, 1, 4), (64, 64, 2, 2), (64, 64, 1, 2),
+    (128, 32, 2, 1), (64, 32, 2, 1), (128, 16, 2, 1), (32, 128, 1, 4), (32, 64, 1, 2),
+)  # fmt: skip
+
 
 # Results of inputs.
-_RESULTS = {"f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "f32": ("f32",), "i8": ("i32",)}
+_RESULTS = {
+    "f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "f32": ("f32",),
+    "i8": ("i32", "f32", "f16", "bf16"),
+    "e4m3": ("f16", "bf16", "f32"), "e5m2": ("f16", "bf16", "f32"),
+}  # fmt: skip
+_SMALL = ("e4m3", "e5m2")  # in any pair
+_WANTED = "one of " + ", ".join(f"{name} to {' or '.join(results)}" for name, results in _RESULTS.items())
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,8 @@ class Tile(Knobs):
 
 
 class Igemm(Engine):
-    """Convolution as a matrix product whose matrix of windows is never stored, on the tensor cores of sm_80 and later.
+    """Convolution as a matrix product whose matrix of windows is never stored, on the tensor cores of sm_80 and later,
+    or on CUDA cores for f32 in ieee precision.
 
         fprop   y[pixel, k]      = sum over tap, c of  x[window of the pixel, tap, c] * w[k, tap, c]
         dgrad   dx[pixel, c]     = sum over tap, k of  dy[pixel that tap comes from, k] * w[k, tap, c]
@@ -82,12 +95,13 @@ class Igemm(Engine):
         if not isinstance(device, CudaDevice) or device.capability < 80:
             yield f"the device is {getattr(device, 'arch', device.name)}; its products are those of sm_80 and later"
         first, second, result = _dtypes(problem)
-        if first != second or result not in _RESULTS.get(first, ()):
-            yield f"dtypes are {'*'.join(problem.dtypes)}; wanted f16, bf16, f32 or i8, and f32 or i32 as wider results"
-        elif first == "f32" and problem.precision == "ieee":
-            yield "precision is ieee; products of f32 are formed of tf32, as tf32 or tf32x3"
-        elif first == "i8" and problem.direction != "fprop":
-            yield f"the pass is {problem.direction} of i8; wanted fprop"
+        alike = first == second or (first in _SMALL and second in _SMALL)
+        if not alike or result not in _RESULTS.get(first, ()):
+            yield f"dtypes are {'*'.join(problem.dtypes)}; wanted {_WANTED}"
+        elif DTYPE_BYTES[first] == 1 and problem.direction != "fprop":
+            yield f"the pass is {problem.direction} of {first}; wanted fprop"
+        elif first in _SMALL and isinstance(device, CudaDevice) and device.capability < 89:
+            yield f"the device is {device.arch}; {first} products are those of sm_89 and later"
         if problem.direction == "dgrad" and max(problem.stride) > _MOST_STRIDE:
             yield f"stride is {problem.stride}; wanted at most {_MOST_STRIDE} in dgrad"
         if problem.groups > 65535:
@@ -102,7 +116,11 @@ class Igemm(Engine):
         work = _Work(problem, knobs)
         chain = ceil(work.steps / knobs.splits) * knobs.depth
         error = (chain * work.size / 16 * work.products + 2 * knobs.splits + 16) * 2.0**-23
-        if work.dtype == "f32":
+        if work.sums == "int":
+            error = 2.0**-24  # of a sum that becomes a float
+        elif work.lanes:
+            error += chain * 2.0**-24
+        elif work.dtype == "f32":
             error += 2.0**-10 if work.products == 1 else 2.0**-20
         accumulator = "i32" if work.dtype == "i8" else "f32"
         return Traits(accumulator, error, batch_invariant=problem.direction == "wgrad" or knobs.splits == 1)
@@ -159,13 +177,13 @@ class Igemm(Engine):
         """What :meth:`build` compiles."""
         work = _Work(problem, knobs)
         file = "igemm_wgrad.cu" if problem.direction == "wgrad" else "igemm.cu"
-        made = [jit.Source(file, render.traits(problem, work.constants))]
+        made = [jit.Source(file, _traits(problem, work.constants))]
         if knobs.splits > 1:
             constants: dict[str, int | bool | str] = {
                 "together": work.sum_together, "rows": work.sum_rows, "Products": work.sums,
                 "last": work.last, "filter": problem.direction == "wgrad",
             }  # fmt: skip
-            made.append(jit.Source("igemm_sum.cu", render.traits(problem, constants)))
+            made.append(jit.Source("igemm_sum.cu", _traits(problem, constants)))
         return made + [turn.source for turn in turned_inputs(problem) if turn]
 
 
@@ -173,6 +191,17 @@ def _dtypes(problem: Problem) -> tuple[str, str, str]:
     """Of the two inputs and the result."""
     first, second = problem.inputs
     return problem.dtypes[first], problem.dtypes[second], problem.result_dtype
+
+
+def _traits(problem: Problem, constants: dict[str, int | bool | str]) -> str:
+    """What a kernel is compiled with. Small floats lie in memory as bytes."""
+    x, w, y = ("u8" if name in _SMALL else name for name in problem.dtypes)
+    return render.traits(problem.with_(dtypes=(x, w, y)), constants)
+
+
+def _lanes(problem: Problem) -> bool:
+    """Whether products are those of CUDA cores, in f32."""
+    return _dtypes(problem)[0] == "f32" and problem.precision == "ieee"
 
 
 class _Memory:
@@ -228,15 +257,17 @@ class _Work:
 
     def __init__(self, problem: Problem, knobs: Tile) -> None:
         self.problem, self.knobs = problem, knobs
-        self.dtype = _dtypes(problem)[0]
+        self.dtype, second, _ = _dtypes(problem)
         self.size = DTYPE_BYTES[self.dtype]
-        self.products = 3 if self.dtype == "f32" and problem.precision == "tf32x3" else 1
+        self.lanes = _lanes(problem)
+        self.products = 0 if self.lanes else 3 if self.dtype == "f32" and problem.precision == "tf32x3" else 1
         self.sums = "int" if self.dtype == "i8" else "float"
         rank, groups = problem.rank, problem.groups
         c, k, taps = problem.c // groups, problem.k // groups, prod(problem.filter)
         constants: dict[str, int | bool | str] = {
             "rank": rank, "depth": knobs.depth, "warps_m": knobs.warps_m, "warps_n": knobs.warps_n,
             "stages": knobs.stages, "parted": knobs.splits > 1, "Products": self.sums, "products": self.products,
+            "Factors": f"tensor::Bytes<tensor::{self.dtype}, tensor::{second}>" if self.dtype in _SMALL else self.dtype,
         }  # fmt: skip
         piece = self.piece = 16 // self.size
         stage = knobs.depth * self.size * (knobs.rows + knobs.columns)
@@ -309,18 +340,49 @@ class _Work:
     @property
     def large(self) -> bool:
         """Whether threads may have as many sums as fit: their places and operands are few."""
-        return self.whole and self.products == 1 and not self.by_value
+        return self.lanes or (self.whole and self.products == 1 and not self.by_value)
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Copies of a thread and step, of both operands."""
+        a, b = (int(self.constants[name]) for name in ("a_vector", "b_vector"))
+        each = self.knobs.depth / self.knobs.threads
+        return ceil(self.knobs.rows * each / a), ceil(self.knobs.columns * each / b)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the tap of each copy of the image is looked up by itself."""
+        return self.problem.direction != "wgrad" and not self.constants["masked"] and not self.whole
+
+    @property
+    def lane_share(self) -> float:
+        """Of CUDA cores: multiplications among the instructions of a step, about as compiled."""
+        tile, (a, b) = self.knobs, self.parts
+        tm, tn = tile.rows // tile.warps_m // 8, tile.columns // tile.warps_n // 4
+        products = tm * tn * tile.depth
+        return products / (products + (tm + tn) * tile.depth / 4 + 50 + 8 * (a + b) + (40 * a if self.apart else 0))
+
+    @property
+    def unrolls(self) -> bool:
+        """Whether the compiler takes the loop over a step's slices apart: of CUDA cores, not if it is too long."""
+        tile = self.knobs
+        sums = tile.rows * tile.columns // tile.threads
+        return not (self.lanes and self.apart) or self.parts[0] * sums <= 512
 
     @property
     def by_value(self) -> int:
         """Operands that lie across the depth and are read value by value."""
-        return {"fprop": 0, "dgrad": 1, "wgrad": 2}[self.problem.direction] if self.size == 4 else 0
+        tensor_cores = self.size == 4 and not self.lanes
+        return {"fprop": 0, "dgrad": 1, "wgrad": 2}[self.problem.direction] if tensor_cores else 0
 
     @property
     def registers(self) -> int:
         """Of a thread, about: sums, operands, and the places that it copies from."""
         tile = self.knobs
         mt, nt = tile.rows // tile.warps_m // 16, tile.columns // tile.warps_n // 16
+        if self.lanes:
+            deep = 2 if self.problem.direction == "wgrad" else 4  # of the vectors that a lane has of both operands
+            return 8 * mt * nt + (2 * mt + 8 * nt) * deep + (72 if self.whole else 100)
         parts = (8 * nt + 8 if self.products > 1 else 0) + 20 * self.by_value
         return 8 * mt * nt + 4 * mt + 8 * nt + parts + (72 if self.whole and self.problem.direction != "wgrad" else 100)
 
@@ -355,10 +417,16 @@ class _Work:
         rate = (
             device.half_flops / device.threads * (0.79 if device.capability == 90 else 1.1) * 2 / self.size
         )  # of f16: half as many of f32, twice as many of i8
+        if self.dtype in _SMALL and 90 <= device.capability < 120:  # as products of f16
+            rate *= 0.45
         if self.size == 4:  # reading value by value and taking values apart come between products
             rate *= 0.4 if self.products == 3 else (0.9, 0.75, 0.75)[self.by_value]
         products = 2.0 * tile.rows * tile.columns * tile.depth * self.products / rate
         read = tile.warps_m * tile.warps_n * tile.depth * self.size / 32 * (mt + nt) * 4
+        if self.lanes:  # they share vectors of 16 bytes, of two cycles each
+            rate = 1.1 * device.flops / device.threads
+            products = 2.0 * tile.rows * tile.columns * tile.depth / rate / self.lane_share
+            read = tile.warps_m * tile.warps_n * tile.depth * (mt + 2 * nt)
         filled = (tile.rows + tile.columns) * tile.depth * self.size / 128
         step = max(products, (read + filled) / _CLOCK)
         steps = ceil(self.steps / tile.splits / self.phases)
@@ -390,15 +458,18 @@ def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
 
 
 def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
-    for rows, columns, warps_m, warps_n in _SHAPES:
+    lanes = _lanes(problem)
+    for rows, columns, warps_m, warps_n in _LANE_SHAPES if lanes else _SHAPES:
         # In bytes. Of products in three parts, those of four slices at once are more than registers hold.
-        for depth in (64,) if problem.precision == "tf32x3" else (128, 64):
+        for depth in (64,) if problem.precision == "tf32x3" or lanes else (128, 64):
             for stages in (4, 3):
                 tile = Tile(rows, columns, warps_m, warps_n, depth // DTYPE_BYTES[_dtypes(problem)[0]], stages)
                 if not _shares(problem, tile):
                     continue
                 work = _Work(problem, tile)
                 if work.shared > min(_SHARED, device.shared_bytes) or (work.registers > 240 and not work.large):
+                    continue
+                if not work.unrolls:
                     continue
                 yield tile
                 yield from _split(problem, tile, work, device)

@@ -1,4 +1,4 @@
-// Convolution and its image gradient as one matrix product on tensor cores; the matrix of windows is never stored.
+// Convolution and its image gradient as one matrix product; the matrix of windows is never stored.
 //
 //     out[m, n] = sum over taps and channels of  image[place(m) + offset(tap), channel] * filter[n, tap, channel]
 //
@@ -20,7 +20,7 @@
 // that the next step belongs to the same tap or to the next one, and a bit says whether that is inside.
 //
 // Traits: rank, masked, last (channels, in the result), follows (another kernel, that made an input), pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents, products (of
-// tf32 for one of f32), along (the filter lies along the depth), a_vector, b_vector (elements that lie side by side
+// tf32 for one of f32; 0: on CUDA cores), Factors (types that are multiplied), along (the filter lies along the depth), a_vector, b_vector (elements that lie side by side
 // and aligned), together (results likewise), phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for
 // igemm_sum), early (what follows the sums reads no tensors, and channels in pairs).
 
@@ -29,20 +29,22 @@
 #include "common/epilogue.cuh"
 #include "common/follow.cuh"
 #include "common/igemm.cuh"
+#include "common/igemm_lanes.cuh"
 #include "common/pointwise.cuh"
 #include "common/shared.cuh"
 #include "traits"
 
 using T = Traits::A;
 using Index = Traits::Index;
-using Sum = Traits::Products;  // of a tensor core: float or int
+using Sum = Traits::Products;  // float or int
 constexpr int rank = Traits::rank, BM = Traits::pixels, BN = Traits::filters, BK = Traits::depth;
 constexpr int warps = Traits::warps_m * Traits::warps_n, threads = 32 * warps, stages = Traits::stages;
 constexpr int MT = BM / Traits::warps_m / 16, NT = BN / Traits::warps_n / 16;
-using ATile = igemm::Tile<T, BM, BK, true>;
-using BTile = igemm::Tile<T, BN, BK, Traits::along>;
-using Products = igemm::Warp<T, ATile, BTile, MT, NT, Sum, Traits::products>;
-constexpr int per_piece = ATile::per_piece, slices = BK * int(sizeof(T)) / 32;
+using Kind = igemm::Kind<Traits::Factors, Traits::products>;
+using ATile = Kind::Tile<BM, BK, true>;
+using BTile = Kind::Tile<BN, BK, Traits::along>;
+using Products = Kind::Products<ATile, BTile, MT, NT, Sum>;
+constexpr int per_piece = ATile::per_piece, slices = BK / Kind::slice_depth<Products>;
 constexpr int stage_bytes = ATile::bytes + BTile::bytes, V = Traits::together;
 constexpr bool last = Traits::last;
 constexpr int pitch = (last ? BN : BM) + 8;

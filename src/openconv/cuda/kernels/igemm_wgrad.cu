@@ -1,4 +1,4 @@
-// The filter gradient as one matrix product on tensor cores; the matrix of windows is never stored.
+// The filter gradient as one matrix product; the matrix of windows is never stored.
 //
 //     dw[k, (tap, c)] = sum over pixels of  dy[pixel, k] * x[place(pixel) + offset(tap), c]
 //
@@ -12,13 +12,14 @@
 // steps' pixels.
 //
 // Traits: rank, last (channels, in dw), follows (another kernel, that made an input), filters, columns, depth (pixels of a step), warps_m, warps_n, stages, residents, products (of tf32 for
-// one of f32), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise), parted
+// one of f32; 0: on CUDA cores), Factors (types that are multiplied), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise), parted
 // (sums go to `parts`).
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
 #include "common/follow.cuh"
 #include "common/igemm.cuh"
+#include "common/igemm_lanes.cuh"
 #include "common/shared.cuh"
 #include "traits"
 
@@ -28,10 +29,11 @@ using Sum = Traits::Products;
 constexpr int rank = Traits::rank, BM = Traits::filters, BN = Traits::columns, BK = Traits::depth;
 constexpr int warps = Traits::warps_m * Traits::warps_n, threads = 32 * warps, stages = Traits::stages;
 constexpr int MT = BM / Traits::warps_m / 16, NT = BN / Traits::warps_n / 16;
-using ATile = igemm::Tile<T, BM, BK, false>;
-using BTile = igemm::Tile<T, BN, BK, false>;
-using Products = igemm::Warp<T, ATile, BTile, MT, NT, Sum, Traits::products>;
-constexpr int per_piece = ATile::per_piece, slices = BK * int(sizeof(T)) / 32;
+using Kind = igemm::Kind<Traits::Factors, Traits::products>;
+using ATile = Kind::Tile<BM, BK, false>;
+using BTile = Kind::Tile<BN, BK, false>;
+using Products = Kind::Products<ATile, BTile, MT, NT, Sum>;
+constexpr int per_piece = ATile::per_piece, slices = BK / Kind::slice_depth<Products>;
 constexpr int stage_bytes = ATile::bytes + BTile::bytes, pitch = BN + 8, V = Traits::together;
 constexpr int ring_bytes = stages * stage_bytes > BM * pitch * 4 ? stages * stage_bytes : BM * pitch * 4;
 constexpr int a_rows = threads / ATile::pieces, a_count = BK / a_rows;  // rows apart, pieces of a thread
