@@ -33,6 +33,7 @@ _MOST_COPIES = 16  # of a thread and step: their places are in registers beside 
 _SHAPES = (
     (128, 256, 2, 4), (256, 128, 4, 2), (128, 128, 2, 2), (256, 64, 4, 1), (64, 256, 1, 4), (128, 64, 2, 2),
     (64, 128, 2, 2), (64, 64, 2, 2), (128, 32, 4, 1), (64, 32, 2, 1), (128, 16, 4, 1), (32, 128, 1, 4), (32, 64, 1, 2),
+    (128, 128, 2, 4), (256, 64, 4, 2),
 )  # fmt: skip
 
 # On CUDA cores a thread has 8 x 8 results at most: a warp 64 x 32.
@@ -120,8 +121,10 @@ class Igemm(Engine):
             error = 2.0**-24  # of a sum that becomes a float
         elif work.lanes:
             error += chain * 2.0**-24
+        elif work.products == 3:  # sums of eight terms, which are then added as in f32
+            error = (chain / 16 + 2 * knobs.splits + 24) * 2.0**-23
         elif work.dtype == "f32":
-            error += 2.0**-10 if work.products == 1 else 2.0**-20
+            error += 2.0**-10
         accumulator = "i32" if work.dtype == "i8" else "f32"
         return Traits(accumulator, error, batch_invariant=problem.direction == "wgrad" or knobs.splits == 1)
 
@@ -383,7 +386,7 @@ class _Work:
         if self.lanes:
             deep = 2 if self.problem.direction == "wgrad" else 4  # of the vectors that a lane has of both operands
             return 8 * mt * nt + (2 * mt + 8 * nt) * deep + (72 if self.whole else 100)
-        parts = (8 * nt + 8 if self.products > 1 else 0) + 20 * self.by_value
+        parts = (8 * nt + 8 if self.products > 1 else 0) + 6 * self.by_value
         return 8 * mt * nt + 4 * mt + 8 * nt + parts + (72 if self.whole and self.problem.direction != "wgrad" else 100)
 
     @property
@@ -420,7 +423,7 @@ class _Work:
         if self.dtype in _SMALL and 90 <= device.capability < 120:  # as products of f16
             rate *= 0.45
         if self.size == 4:  # reading value by value and taking values apart come between products
-            rate *= 0.4 if self.products == 3 else (0.9, 0.75, 0.75)[self.by_value]
+            rate *= 0.7 if self.products == 3 else (0.9, 0.75, 0.75)[self.by_value]
         products = 2.0 * tile.rows * tile.columns * tile.depth * self.products / rate
         read = tile.warps_m * tile.warps_n * tile.depth * self.size / 32 * (mt + nt) * 4
         if self.lanes:  # they share vectors of 16 bytes, of two cycles each

@@ -408,6 +408,9 @@ igemm_conv(const __grid_constant__ Params p) {
     Copies copies(windows, first_n, group, begin, end - begin, phase, p);
     Products products(warp % Traits::warps_m * MT * 16, warp / Traits::warps_m * NT * 16, lane);
     igemm::steps<stages, slices>(products, copies, ring, stage_bytes, end - begin);
+    if constexpr (Traits::products == 3)
+        igemm::mend<slices, igemm::Warp<T, ATile, BTile, MT, NT, Sum, 3, true>>(
+            products, ring, end - begin, [&] { return Copies(windows, first_n, group, begin, end - begin, phase, p); });
 
     // Store: through shared memory, so that a row's results leave side by side. What follows the sums is computed in
     // front of that, or behind it where it reads tensors.

@@ -220,6 +220,11 @@ igemm_wgrad(const __grid_constant__ Params p) {
     Copies copies(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), first_m, first_n, group, begin, end - begin, p);
     Products products(warp % Traits::warps_m * MT * 16, warp / Traits::warps_m * NT * 16, lane);
     igemm::steps<stages, slices>(products, copies, ring, stage_bytes, end - begin);
+    if constexpr (Traits::products == 3)
+        igemm::mend<slices, igemm::Warp<T, ATile, BTile, MT, NT, Sum, 3, true>>(products, ring, end - begin, [&] {
+            return Copies(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), first_m, first_n, group, begin,
+                          end - begin, p);
+        });
 
     // Store: through shared memory, so that a row's results leave side by side.
     Sum* const sums = reinterpret_cast<Sum*>(ring);

@@ -15,6 +15,15 @@
 
 namespace igemm {
 
+template <bool First, class A, class B>
+struct Choose {
+    using type = A;
+};
+template <class A, class B>
+struct Choose<false, A, B> {
+    using type = B;
+};
+
 constexpr int piece_bytes = 16;
 
 template <class T, int Size, int Depth, bool KMajor>
@@ -39,18 +48,32 @@ struct Tile {
         return Down % 8 == 0 ? place(row, piece) + times * (Down * row_bytes) : place(row + times * Down, piece);
     }
 
-    // Value (k, mn) of a slice, and that four k further, which lies 4 rows below at the same place of its row.
-    __device__ static __forceinline__ const u32* value(const char* tile, int slice, int k, int mn) {
-        return reinterpret_cast<const u32*>(tile + slice * (slice_rows * row_bytes) + place(k, mn / 4)) + mn % 4;
-    }
+    // Where a lane's values are if they are read one by one: of m or n `first` (a multiple of 16) + lane / 4, of depth
+    // lane % 4 of a slice, in the first or second eight (`half`) of sixteens with even and odd numbers. The exchange of
+    // pieces depends on the lane; all else is a constant: two sixteens further are 128 bytes, four depths four rows.
+    struct Values {
+        int at[2][2];
+
+        __device__ __forceinline__ Values(int first, int lane) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int mn = first + lane / 4 + i / 2 * 16 + i % 2 * 8;
+                at[i / 2][i % 2] = place(lane % 4, mn / 4) + mn % 4 * 4;
+            }
+        }
+        __device__ __forceinline__ u32 operator()(const char* tile, int slice, int sixteen, int half, int down) const {
+            return *reinterpret_cast<const u32*>(tile + at[sixteen % 2][half] + sixteen / 2 * 128 +
+                                                 (slice * slice_rows + down * 4) * row_bytes);
+        }
+    };
+    struct Nothing {
+        __device__ __forceinline__ Nothing(int, int) {}
+    };
 
     // Sixteen m, of which the first is a multiple of 16, by 32 bytes of depth: the four registers of A in common/mma.cuh.
     __device__ static __forceinline__ void load_a(u32 (&to)[4], const char* tile, int m, int slice, int lane) {
         if constexpr (KMajor)
             tensor::load_matrices(to, tile + m * row_bytes + place(lane % 16, 2 * slice + lane / 16));
-        else if constexpr (by_value)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) to[i] = *value(tile, slice, lane % 4 + i / 2 * 4, m + lane / 4 + i % 2 * 8);
         else
             tensor::load_transposed(
                 to, tile + slice * (16 * row_bytes) + place(lane / 16 * 8 + lane % 8, m / 8 + lane / 8 % 2));
@@ -60,52 +83,77 @@ struct Tile {
     __device__ static __forceinline__ void load_b(u32 (&to)[4], const char* tile, int n, int slice, int lane) {
         if constexpr (KMajor)
             tensor::load_matrices(to, tile + n * row_bytes + place(lane / 16 * 8 + lane % 8, 2 * slice + lane / 8 % 2));
-        else if constexpr (by_value)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) to[i] = *value(tile, slice, lane % 4 + i % 2 * 4, n + lane / 4 + i / 2 * 8);
         else
             tensor::load_transposed(to, tile + slice * (16 * row_bytes) + place(lane % 16, n / 8 + lane / 16));
     }
 };
 
-// A float as the nearest tf32 and, as another tf32, what that leaves out; together they have 22 bits. What is no number or
-// beyond the largest tf32 is cut off rather than rounded. What is not finite leaves nothing out, and it is not multiplied
-// with what another value leaves out: `finite` is 0 then, and else as `high`.
+// A float as the nearest tf32 and what that leaves out, of which tensor cores take 11 bits; together they have 23. What is
+// not finite, or so large that it is rounded to what is not, leaves out what is no number.
 struct Tf32 {
+    u32 high, low;
+
+    __device__ __forceinline__ explicit Tf32(u32 bits)
+        : high(tensor::round_tf32(bits)), low(__float_as_uint(__uint_as_float(bits) - __uint_as_float(high))) {}
+};
+
+// The same for any float: what is rounded to infinity is cut off instead, and what is not finite leaves nothing out. It
+// is not multiplied with what another value leaves out: `finite` is 0 then, and else as `high`.
+struct AnyTf32 {
     u32 high, low, finite;
 
-    __device__ __forceinline__ explicit Tf32(u32 bits) : high(tensor::round_tf32(bits)) {
+    __device__ __forceinline__ explicit AnyTf32(u32 bits) : high(tensor::round_tf32(bits)) {
         if ((high & 0x7f800000u) == 0x7f800000u) high = bits & 0xffffe000u;
         const bool number = (high & 0x7f800000u) != 0x7f800000u;
         const float rest = __uint_as_float(bits) - __uint_as_float(high);
-        low = number ? tensor::round_tf32(__float_as_uint(rest)) : 0;
+        low = number ? __float_as_uint(rest) : 0;
         finite = number ? high : 0;
     }
 };
 
 // The products of one warp: MT * 16 by NT * 16 results, from (m, n) of the block's on. Of f32, `Parts` is how many
 // products of tf32 stand for one: 1, or 3, which leave out only the product of both small parts.
-template <class T, class A, class B, int MT, int NT, class Sum, int Parts = 1>
+//
+// Tensor cores cut off what a sum has no bits for, always towards zero. Products in three parts are as exact as f32, so
+// their sums have to be: those of a slice begin at zero, and are added to what is there by an addition that rounds.
+// Factors that are not finite make such sums NaN; then all are computed anew with `Any`, which takes care of every factor
+// and leaves the sums of finite factors as they are, to the bit.
+template <class T, class A, class B, int MT, int NT, class Sum, int Parts = 1, bool Any = false>
 struct Warp {
     static constexpr int rows = MT;
     static constexpr bool rounds = sizeof(T) == 4;
+    template <class Tile>
+    using ValuesOf = typename Choose<Tile::by_value, typename Tile::Values, typename Tile::Nothing>::type;
 
     Sum sum[MT][2 * NT][4];
     u32 a[MT][4], b[2][NT][4];  // operands of a slice, 32 bytes of the depth; of B also those of the next one
     u32 b_low[NT][4], b_finite[NT][4];
     int m, n, lane;
+    ValuesOf<A> a_values;
+    ValuesOf<B> b_values;
 
-    __device__ __forceinline__ Warp(int m, int n, int lane) : m(m), n(n), lane(lane) {
+    __device__ __forceinline__ Warp(int m, int n, int lane)
+        : m(m), n(n), lane(lane), a_values(m, lane), b_values(n, lane) {
 #pragma unroll
         for (int i = 0; i < MT * NT * 8; ++i) sum[i / (8 * NT)][i / 4 % (2 * NT)][i % 4] = 0;
     }
 
     __device__ __forceinline__ void read_a(const char* tiles, int slice, int row) {
-        A::load_a(a[row], tiles, m + 16 * row, slice, lane);
+        if constexpr (A::by_value)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[row][i] = a_values(tiles, slice, row, i % 2, i / 2);
+        else
+            A::load_a(a[row], tiles, m + 16 * row, slice, lane);
     }
     __device__ __forceinline__ void read_b(const char* tiles, int slice) {
+        tiles += A::bytes;
 #pragma unroll
-        for (int j = 0; j < NT; ++j) B::load_b(b[slice % 2][j], tiles + A::bytes, n + 16 * j, slice, lane);
+        for (int j = 0; j < NT; ++j)
+            if constexpr (B::by_value)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) b[slice % 2][j][i] = b_values(tiles, slice, j, i / 2, i % 2);
+            else
+                B::load_b(b[slice % 2][j], tiles, n + 16 * j, slice, lane);
     }
     __device__ __forceinline__ void multiply(int slice, int row) {
         u32(&left)[4] = a[row];
@@ -118,11 +166,37 @@ struct Warp {
                 for (int j = 0; j < 4 * NT; ++j)
                     round(b[slice % 2][j / 4][j % 4], b_low[j / 4][j % 4], b_finite[j / 4][j % 4]);
         }
-        if constexpr (Parts == 3) {  // the small ones first
-            multiply(row, low, b_finite);
-            multiply(row, finite, b_low);
+        const u32(&right)[NT][4] = b[slice % 2];
+#pragma unroll
+        for (int j = 0; j < 2 * NT; ++j) {
+            if constexpr (Parts == 3) {  // the small ones first
+                Sum part[4] = {};
+                multiply(part, low, b_finite, j);
+                multiply(part, finite, b_low, j);
+                multiply(part, left, right, j);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[row][j][i] += part[i];
+            } else {
+                multiply(sum[row][j], left, right, j);
+            }
         }
-        multiply(row, left, b[slice % 2]);
+    }
+
+    // Whether a sum is no number.
+    __device__ __forceinline__ bool is_nan() const {
+        bool found = false;
+#pragma unroll
+        for (int i = 0; i < MT * NT * 8; ++i) {
+            const Sum each = sum[i / (8 * NT)][i / 4 % (2 * NT)][i % 4];
+            found |= each != each;
+        }
+        return found;
+    }
+    template <class Other>
+    __device__ __forceinline__ void take(const Other& other) {
+#pragma unroll
+        for (int i = 0; i < MT * NT * 8; ++i)
+            sum[i / (8 * NT)][i / 4 % (2 * NT)][i % 4] = other.sum[i / (8 * NT)][i / 4 % (2 * NT)][i % 4];
     }
 
     // The sums as rows of `pitch` values in shared memory, or as columns (`Turned`). `change` makes two that lie side by
@@ -151,21 +225,23 @@ struct Warp {
     }
 
   private:
-    __device__ __forceinline__ void multiply(int row, const u32 (&left)[4], const u32 (&right)[NT][4]) {
-#pragma unroll
-        for (int j = 0; j < 2 * NT; ++j)
-            tensor::mma<T>(sum[row][j], left[0], left[1], left[2], left[3], right[j / 2][j % 2 * 2],
-                           right[j / 2][j % 2 * 2 + 1]);
+    __device__ static __forceinline__ void multiply(Sum (&to)[4], const u32 (&left)[4], const u32 (&right)[NT][4],
+                                                    int j) {
+        tensor::mma<T>(to, left[0], left[1], left[2], left[3], right[j / 2][j % 2 * 2], right[j / 2][j % 2 * 2 + 1]);
     }
 
     __device__ static __forceinline__ void round(u32& value, u32& low, u32& finite) {
         if constexpr (Parts == 1) {
             value = tensor::round_tf32(value);
-        } else {
-            const Tf32 parts(value);
+        } else if constexpr (Any) {
+            const AnyTf32 parts(value);
             value = parts.high;
             low = parts.low;
             finite = parts.finite;
+        } else {
+            const Tf32 parts(value);
+            value = finite = parts.high;
+            low = parts.low;
         }
     }
 };
@@ -265,6 +341,50 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
     }
     tensor::wait<0>();
     __syncthreads();
+}
+
+// The same one step after the other, for what is seldom: little code, and nothing is asked for ahead.
+template <int Slices, class Products, class Copies>
+__device__ __forceinline__ void plain_steps(Products& products, Copies& copies, char* ring, int count) {
+#pragma unroll 1
+    for (int step = 0; step < count; ++step) {
+        if constexpr (Copies::prepares) {
+            copies.prepare(step);
+            __syncthreads();
+        }
+#pragma unroll 1
+        for (int i = 0; i < Copies::count; ++i) copies.copy(ring, i, copies.from(i));
+        copies.end();
+        tensor::commit();
+        tensor::wait<0>();
+        __syncthreads();
+#pragma unroll
+        for (int slice = 0; slice < Slices; ++slice) {
+            products.read_b(ring, slice);
+#pragma unroll
+            for (int row = 0; row < Products::rows; ++row) {
+                products.read_a(ring, slice, row);
+                products.multiply(slice, row);
+            }
+        }
+        __syncthreads();
+    }
+}
+
+// Products in three parts once more, with care for factors that are not finite, if a sum is no number. `again` makes the
+// copies anew.
+template <int Slices, class Any, class Products, class Again>
+__device__ __forceinline__ void mend(Products& products, char* ring, int count, const Again& again) {
+    __shared__ int any;
+    if (threadIdx.x == 0) any = 0;
+    __syncthreads();
+    if (products.is_nan()) any = 1;
+    __syncthreads();
+    if (!any) return;
+    Any exact(products.m, products.n, products.lane);
+    auto copies = again();
+    plain_steps<Slices>(exact, copies, ring, count);
+    products.take(exact);
 }
 
 // `Count` elements from global to shared memory, as a copy that runs beside the threads where it can be one; zeros
