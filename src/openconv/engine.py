@@ -65,8 +65,8 @@ Engines that set ``takes_epilogue`` get in its place a tuple of the epilogue's o
 dtype and those of its shape in its layout.
 
 Of a problem that is fused further (``Problem.is_fused``), which engines that set ``takes_fusion`` alone are given, the
-tuple begins with the prologue's vectors, of f32, and ``more`` follows it, a tuple of tensors to fill: other results of
-the epilogue, which lie as ``out`` does, and the two vectors of statistics, of f32.
+tuple begins with the prologue's vectors, of f32. Where there is more to fill, ``more`` follows it, a tuple of tensors:
+other results of the epilogue, which lie as ``out`` does, and the two vectors of statistics, of f32.
 """
 
 

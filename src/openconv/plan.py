@@ -314,8 +314,9 @@ def _fused_call(core: Problem, candidate: Candidate, runner: Runner) -> Callable
         if core.stats:
             made += [torch.empty(core.k, dtype=sums, device=a.device) for _ in range(2)]
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=a.device) if workspace_bytes else None
-        runner(to_layout(a, a_layout), to_layout(b, b_layout), made[0], workspace, values, tuple(made[1:]))
-        return tuple(made) if len(made) > 1 else made[0]
+        more = (tuple(made[1:]),) if len(made) > 1 else ()
+        runner(to_layout(a, a_layout), to_layout(b, b_layout), made[0], workspace, values, *more)
+        return tuple(made) if more else made[0]
 
     return run
 

@@ -195,7 +195,8 @@ __device__ __forceinline__ void leave(const Value* from, int pitch, const Take& 
 //
 // `copies` knows what a thread brings of a step: `Copies::count` pieces, each of which it looks up (`from`) and asks for
 // (`copy`) a few products later; `end` goes on to the next step, or to nothing behind the last of them. Before that, with
-// a barrier in between, all threads `prepare` what they share of a step, if `Copies::prepares`.
+// a barrier in between, all threads `prepare` what they share of a step, if `Copies::prepares`. If `Copies::changes`, a
+// thread may `change` what it brought of a step, once that is there and before others see it.
 //
 // A warp goes through the rows of a slice. Behind a row's products it reads what that row multiplies in the next slice,
 // so that reading and multiplying alternate. Copies come in batches: ptxas puts three idle reads before each that follows
@@ -219,6 +220,7 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
     }
     if constexpr (Copies::prepares) copies.prepare(Stages - 1);
     tensor::wait<Stages - 2>();
+    if constexpr (Copies::changes) copies.change(ring);
     __syncthreads();
     products.read_b(ring, 0);
 #pragma unroll
@@ -249,6 +251,7 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
                     copies.end();
                     tensor::commit();
                     tensor::wait<Stages - 2>();
+                    if constexpr (Copies::changes) copies.change(ring + reading * stage_bytes);
                     __syncthreads();
                     products.read_b(next, 0);
 #pragma unroll
@@ -281,5 +284,40 @@ __device__ __forceinline__ void bring(void* to, const T* from, bool inside) {
         *static_cast<Pack<T, Count>*>(to) = inside ? load<Count>(from) : Pack<T, Count>{none};
     }
 }
+
+// N values of a prologue's vector, f32, from a multiple of N on.
+template <int N, class Sum>
+__device__ __forceinline__ void read_vector(Sum (&value)[N], const void* vector, int first) {
+    constexpr int together = N < 4 ? N : 4;
+#pragma unroll
+    for (int i = 0; i < N; i += together) {
+        const auto some = load<together>(static_cast<const float*>(vector) + (first + i));
+#pragma unroll
+        for (int k = 0; k < together; ++k) value[i + k] = some.value[k];
+    }
+}
+
+// N elements in shared memory, replaced by what a prologue makes of them.
+template <class T, class Sum, int N, template <int> class Vectors>
+__device__ __forceinline__ void change(char* at, const Vectors<N>& vectors) {
+    T* const place = reinterpret_cast<T*>(at);
+    Pack<T, N> held = load<N>(place);
+    Sum value[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) value[k] = Sum(held.value[k]);
+    vectors.apply(value);
+#pragma unroll
+    for (int k = 0; k < N; ++k) held.value[k] = T(value[k]);
+    store(place, held);
+}
+
+template <bool Which, class Yes, class No>
+struct If {
+    using type = Yes;
+};
+template <class Yes, class No>
+struct If<false, Yes, No> {
+    using type = No;
+};
 
 }  // namespace igemm
