@@ -69,8 +69,8 @@ class Igemm(Engine):
     no product has an inserted zero for a factor. Sums that are too few to fill the GPU are split, and the splits added
     up in a fixed order.
 
-    A prologue of x, other results of the epilogue and statistics of y are computed on the way: the prologue in f32, where
-    x lies in shared memory; statistics from the results there, a block's sums going to the workspace.
+    A prologue of x, other results of the epilogue and statistics of y are computed on the way: the prologue in f32,
+    where x lies in shared memory; statistics from the results there, a block's sums going to the workspace.
 
     Pieces lie along the channels. Inputs with their channels first are copied before; results are stored in either
     layout as they are. Wins wherever operations are the limit and Hopper's own instructions are not there.
@@ -418,8 +418,6 @@ class _Work:
         tile = self.knobs
         mt, nt = tile.rows // tile.warps_m // 16, tile.columns // tile.warps_n // 16
         parts = (8 * nt + 8 if self.products > 1 else 0) + 20 * self.by_value
-        if not self.problem.prologue.is_identity:  # vectors of a piece, and a second place
-            parts += 8 + self.piece * len(self.problem.prologue.operands)
         return 8 * mt * nt + 4 * mt + 8 * nt + parts + (72 if self.whole and self.problem.direction != "wgrad" else 100)
 
     @property

@@ -331,11 +331,11 @@ struct Copies {
     }
 };
 
-// With a prologue. `at` is the place in the depth of the step that is changed next, `stages` - 1 behind that of the copies.
+// With a prologue, which changes a step when `stages` - 1 further ones are asked for; `at` is its place in the depth.
 struct Changed : Copies {
     static constexpr bool changes = true;
 
-    int first_channel, left;
+    int first_channel;
     Depth at;
     u32 at_tap;
 
@@ -343,12 +343,11 @@ struct Changed : Copies {
                                        const Phase& phase, const Params& p)
         : Copies(windows, first_n, group, begin, steps, phase, p),
           first_channel(group * p.channels),
-          left(steps),
           at(depth),
           at_tap(tap) {}
 
     __device__ __forceinline__ void change(char* tiles) {
-        if (left-- <= 0) return;
+        if (steps + stages - 1 <= 0) return;  // `steps` are left behind those that are asked for
         if constexpr (Traits::masked) {
             Traits::Prologue::Vectors<per_piece> vectors;
             vectors.read(p.operands, first_channel + at.channel);

@@ -181,30 +181,29 @@ struct Copies {
     }
 };
 
-// With a prologue. A thread's channels stay the same.
+// With a prologue, which changes a step when `stages` - 1 further ones are asked for. A thread's channels stay the same.
 struct Changed : Copies {
     static constexpr bool changes = true;
 
-    int changing;          // the step that is changed next
-    int channel[b_parts];  // the first of a vector, or 0 if it is not there
+    int group_channel, first_channel;  // the group's first one, and in the group that of the thread's first column
 
     __device__ __forceinline__ Changed(Window (*windows)[BK], int first_m, int first_n, int group, int begin, int steps,
                                        const Params& p)
-        : Copies(windows, first_m, first_n, group, begin, steps, p), changing(0) {
-#pragma unroll
-        for (int part = 0; part < b_parts; ++part) {
-            const int column = first_n + b_piece * per_piece + part * Traits::b_vector;
-            channel[part] = column < p.columns ? group * p.channels + column % p.channels : 0;
-        }
-    }
+        : Copies(windows, first_m, first_n, group, begin, steps, p),
+          group_channel(group * p.channels),
+          first_channel((first_n + b_piece * per_piece) % p.channels) {}
 
     __device__ __forceinline__ void change(char* tiles) {
-        if (changing >= steps) return;
-        const Window* const seen = windows[changing++ % window_steps];
+        const int changed = step - (stages - 1);
+        if (changed >= steps) return;
+        const Window* const seen = windows[changed % window_steps];
+        int channel = first_channel;
 #pragma unroll
         for (int part = 0; part < b_parts; ++part) {
             Traits::Prologue::Vectors<Traits::b_vector> vectors;
-            vectors.read(p.pointers, channel[part]);
+            vectors.read(p.pointers, group_channel + channel);
+            channel += Traits::b_vector;
+            channel = channel < p.channels ? channel : 0;  // a tap further
 #pragma unroll
             for (int i = 0; i < b_count; ++i)
                 if (inside(seen[b_row + i * b_rows], part))
