@@ -378,7 +378,7 @@ def _facts(problem: Problem, device: Device) -> Facts:
 def _steps(call: _Call, device: Device, policy: Policy, best: Candidate) -> tuple[str, ...]:
     """The steps of the plan, which is not built where its device is not here."""
     if device.kind == "cuda" and not torch.cuda.is_available():
-        return steps_of(call.problem, device, best)
+        return steps_of(call.problem, device, best, policy)
     return plan_for(call.problem, device, policy).steps
 
 

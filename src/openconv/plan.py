@@ -193,7 +193,7 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
         lean = _lean_call(core, runner, device)
         if not problem.epilogue.operands:
             call = _bare_call(core, lean)
-    return Plan(problem, core, device, policy, candidate, steps_of(problem, device, candidate), call, lean)
+    return Plan(problem, core, device, policy, candidate, _all_steps(problem, core, device, candidate), call, lean)
 
 
 def _taken(problem: Problem, core: Problem, engine: Engine) -> tuple[str | None, Epilogue]:
@@ -206,9 +206,15 @@ def _taken(problem: Problem, core: Problem, engine: Engine) -> tuple[str | None,
     return bias, rest
 
 
-def steps_of(problem: Problem, device: Device, candidate: Candidate) -> tuple[str, ...]:
+def steps_of(
+    problem: Problem, device: Device, candidate: Candidate, policy: Policy | None = None
+) -> tuple[str, ...]:  # fmt: skip
     """What a call of the candidate does, in order, one phrase each; nothing is built."""
-    core = _core(problem, device, candidate)
+    return _all_steps(problem, _core(problem, device, candidate, policy), device, candidate)
+
+
+def _all_steps(problem: Problem, core: Problem, device: Device, candidate: Candidate) -> tuple[str, ...]:
+    """The steps around the engine's core, with those of torch where it is not fused."""
     inner = problem if core.is_fused else _apart(problem, device)
     steps = _steps(inner, core, candidate, *_taken(inner, core, candidate.engine))
     if inner is not problem:
@@ -221,9 +227,9 @@ def steps_of(problem: Problem, device: Device, candidate: Candidate) -> tuple[st
     return tuple(steps)
 
 
-def _core(problem: Problem, device: Device, candidate: Candidate) -> Problem:
+def _core(problem: Problem, device: Device, candidate: Candidate, policy: Policy | None = None) -> Problem:
     """What the candidate's engine computes of the problem."""
-    core = lower(problem, device)
+    core = lower(problem, device, policy)
     return core if candidate.engine.takes_fusion or not core.is_fused else _lower(_apart(problem, device), device)
 
 

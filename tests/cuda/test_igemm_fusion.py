@@ -17,8 +17,8 @@ from openconv.plan import Plan, forget_plans, lower, make_plan, steps_of
 from openconv.problem import Problem
 from openconv.reference import allowed_error, error_of, random_inputs
 from openconv.select import Policy, rank
-from openconv.tensors import DTYPES, in_layout
-from tests.support import this_device, with_knobs
+from openconv.tensors import DTYPES, empty, in_layout
+from tests.support import _bits, _embed, _poison, this_device, with_knobs
 
 ENGINE = Igemm()
 SMALL = Tile(32, 64, 1, 2, 32, 3)
@@ -123,6 +123,22 @@ def test_statistics_are_those_of_the_stored_result(text, knobs, layout):
     check(f"fprop {text} {layout} +bias stats", knobs)
 
 
+@pytest.mark.parametrize("layout", ["nhwc", "nchw"])
+def test_nothing_is_written_beyond_the_results(layout):
+    problem = Problem.parse(f"fprop n1 c8 h5 w7 k13 r3 s3 pad1 f16 {layout} x+bias +bias+keep+relu stats")
+    inputs = random_inputs(problem)
+    y = empty(problem.result_shape, torch.float16, layout, torch.device("cpu"))
+    size = ENGINE.workspace_bytes(problem, this_device(), SMALL)
+    likes = [y, y, torch.empty(13), torch.empty(13), torch.empty(size, dtype=torch.uint8)]
+    places, margins = zip(*(_embed(like, shift=at == 1) for at, like in enumerate(likes)), strict=True)
+    given = [_embed(value, shift=1)[0].copy_(value) for value in (inputs.a, inputs.b, *inputs.operands)]
+    runner = ENGINE.build(problem, this_device(), SMALL)
+    runner(given[0], given[1], places[0], places[4], tuple(given[2:]), places[1:4])
+    assert error_of(problem, places[:4], inputs) <= allowed_error(problem, ENGINE.traits(problem, SMALL))
+    for margin in (each for pair in margins for each in pair):
+        assert torch.equal(_bits(margin), _bits(_poison(torch.empty_like(margin))))
+
+
 def test_everything_at_once():
     check(
         "fprop n2 c32 h9 w7 k40 r3 s3 pad1 f16 nhwc x+scale+bias+relu +bias+keep+relu stats", Tile(64, 256, 1, 4, 32, 3)
@@ -144,8 +160,11 @@ def test_the_plan_chooses_it_and_says_so():
     assert accepted[0].workspace == 8 * 64 * -(-8 * 28 * 28 // accepted[0].knobs.rows)
     wide = problem.with_(dtypes="f64")
     assert not lower(wide, device).is_fused
-    tiny = lower(problem, device, Policy(max_workspace=0))
-    assert not tiny.is_fused
+    small = Policy(max_workspace=0, engine="cuda.igemm", tuning="off")
+    assert not lower(problem, device, small).is_fused
+    candidate = rank(lower(problem, device, small), device, small)[0][0]
+    assert steps_of(problem, device, candidate, small)[0] == "compute x+relu with torch"
+    assert make_plan(problem, device, small).steps == steps_of(problem, device, candidate, small)
 
 
 def test_what_is_not_computed_is_refused():
