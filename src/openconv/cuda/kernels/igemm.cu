@@ -353,8 +353,8 @@ struct Changed : Copies {
             vectors.read(p.operands, first_channel + at.channel);
 #pragma unroll
             for (int i = 0; i < a_count; ++i)
-                if (windows.window[a_row + i * a_rows].taps & at_tap)
-                    igemm::change<T, Traits::Sum>(tiles + ATile::place<a_rows>(a_row, a_piece, i), vectors);
+                igemm::change<T, Traits::Sum>(tiles + ATile::place<a_rows>(a_row, a_piece, i), vectors,
+                                              (windows.window[a_row + i * a_rows].taps & at_tap) != 0);
             at_tap <<= at.advance(BK, phase, p);
         } else {
             Depth part = at;
@@ -364,9 +364,8 @@ struct Changed : Copies {
                 vectors.read(p.operands, first_channel + part.channel);
 #pragma unroll
                 for (int i = 0; i < a_count; ++i)
-                    if (part.inside(a_row + i * a_rows, windows, phase, p))
-                        igemm::change<T, Traits::Sum>(
-                            tiles + ATile::place<a_rows>(a_row, a_piece, i) + v * int(sizeof(T)), vectors);
+                    igemm::change<T, Traits::Sum>(tiles + ATile::place<a_rows>(a_row, a_piece, i) + v * int(sizeof(T)),
+                                                  vectors, part.inside(a_row + i * a_rows, windows, phase, p));
                 part.advance(Traits::a_vector, phase, p);
             }
             for (int rest = BK; rest > 0; rest -= Traits::a_vector) at.advance(min(rest, Traits::a_vector), phase, p);

@@ -206,10 +206,10 @@ struct Changed : Copies {
             channel = channel < p.channels ? channel : 0;  // a tap further
 #pragma unroll
             for (int i = 0; i < b_count; ++i)
-                if (inside(seen[b_row + i * b_rows], part))
+                if (inside(seen[b_row + i * b_rows], part))  // a branch: registers are short
                     igemm::change<T, Traits::Sum>(tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i) +
                                                       part * Traits::b_vector * int(sizeof(T)),
-                                                  vectors);
+                                                  vectors, true);
         }
     }
 };

@@ -297,9 +297,10 @@ __device__ __forceinline__ void read_vector(Sum (&value)[N], const void* vector,
     }
 }
 
-// N elements in shared memory, replaced by what a prologue makes of them.
+// N elements in shared memory, replaced by what a prologue makes of them if they are `inside` of the image; others are
+// zeros and stay so. Without a branch, so that the next ones can be read before these are written.
 template <class T, class Sum, int N, template <int> class Vectors>
-__device__ __forceinline__ void change(char* at, const Vectors<N>& vectors) {
+__device__ __forceinline__ void change(char* at, const Vectors<N>& vectors, bool inside) {
     T* const place = reinterpret_cast<T*>(at);
     Pack<T, N> held = load<N>(place);
     Sum value[N];
@@ -307,7 +308,7 @@ __device__ __forceinline__ void change(char* at, const Vectors<N>& vectors) {
     for (int k = 0; k < N; ++k) value[k] = Sum(held.value[k]);
     vectors.apply(value);
 #pragma unroll
-    for (int k = 0; k < N; ++k) held.value[k] = T(value[k]);
+    for (int k = 0; k < N; ++k) held.value[k] = T(inside ? value[k] : Sum(0));
     store(place, held);
 }
 
