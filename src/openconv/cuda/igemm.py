@@ -148,14 +148,14 @@ class Igemm(Engine):
         if problem.stats:
             grid, params = (ceil(2 * problem.k / 32),), pack(3, (), (work.tiles, problem.k))
             third = Launch(others[0], "igemm_stats", device, grid, (1024,), params, follows=True)
-        vectors, count = len(problem.prologue.operands), work.pointers
+        vectors, also, count = len(problem.prologue.operands), len(problem.epilogue.also), work.pointers
         spare = (0,) * max(0, 1 - count) if problem.direction != "wgrad" else ()
 
         def run(
             a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...],
             more: tuple[Tensor, ...] = (),
         ) -> None:  # fmt: skip
-            others, sums = more[: len(problem.epilogue.also)], more[len(problem.epilogue.also) :]
+            others, sums = (more[:also], more[also:]) if more else ((), ())
             a, b, result, *held = [aligned(each, 16) for each in (a, b, out, *operands, *others)]
             pointers = tuple([each.data_ptr() for each in held])
             base, to = workspace.data_ptr() if workspace is not None else 0, result.data_ptr()
@@ -169,9 +169,12 @@ class Igemm(Engine):
                 second(base, to, *pointers[vectors:])
             if third is not None:
                 third(base, *[each.data_ptr() for each in sums])
-            for given, made in zip((out, *others), (result, *held[len(operands) :]), strict=True):
-                if made is not given:
-                    given.copy_(made)
+            if result is not out:
+                out.copy_(result)
+            if others:
+                for given, made in zip(others, held[len(operands) :], strict=True):
+                    if made is not given:
+                        given.copy_(made)
 
         return run
 

@@ -75,15 +75,16 @@ struct Params {
     const T* image;
     const Traits::B* filter;
     Traits::Out* out;
-    void* operands[pointers ? pointers : 1];  // of prologue and epilogue, then where other results go
-    Sum* parts;                               // of splits, or of statistics
-    i64 results;                              // elements of the result
-    i64 plane;                                // pixels of an image of the result
-    int rows;                                 // pixels of a phase in all images
-    int channels, results_each;               // of a group: what is summed over, and channels of the result
-    int image_pixel, out_pixel;               // elements of a pixel, all groups
-    int span;                                 // channels of a tap as the depth counts them
-    int filter_row, filter_tap;               // elements from one filter to the next, and from one tap to the next
+    // Of prologue and epilogue, then where other results go; `parts` are sums of splits, or of statistics.
+    void* operands[pointers ? pointers : 1];
+    Sum* parts;
+    i64 results;                 // elements of the result
+    i64 plane;                   // pixels of an image of the result
+    int rows;                    // pixels of a phase in all images
+    int channels, results_each;  // of a group: what is summed over, and channels of the result
+    int image_pixel, out_pixel;  // elements of a pixel, all groups
+    int span;                    // channels of a tap as the depth counts them
+    int filter_row, filter_tap;  // elements from one filter to the next, and from one tap to the next
     int splits;
     Divisor tiles_n;
     Axis axis[rank];

@@ -55,12 +55,13 @@ struct Params {
     const T* image;
     const Traits::B* gradient;
     Traits::Out* out;
-    void* pointers[Traits::Prologue::count + 1];  // the prologue's vectors, then `parts`
-    i64 results;                                  // elements of dw
-    int pixels;                                   // of y, in all images
-    int channels, filters;                        // of a group
-    int image_pixel, gradient_pixel;              // elements of a pixel, all groups
-    int columns;                                  // taps times channels of a group
+    // The prologue's vectors, then `parts`.
+    void* pointers[Traits::Prologue::count + 1];
+    i64 results;                      // elements of dw
+    int pixels;                       // of y, in all images
+    int channels, filters;            // of a group
+    int image_pixel, gradient_pixel;  // elements of a pixel, all groups
+    int columns;                      // taps times channels of a group
     int splits;
     Divisor tiles_n;
     Axis axis[rank];
