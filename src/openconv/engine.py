@@ -65,6 +65,10 @@ all in the layouts and dtypes of the problem that was built; ``workspace`` is a 
 None; ``bias`` is a vector over the result's channels or None, and is given to engines that set ``takes_bias`` only.
 Engines that set ``takes_epilogue`` get in its place a tuple of the epilogue's operands, in its order, in the result's
 dtype and those of its shape in its layout.
+
+Of a problem that is fused further (``Problem.is_fused``), which engines that set ``takes_fusion`` alone are given, the
+tuple begins with the prologue's vectors, of f32. Where there is more to fill, ``more`` follows it, a tuple of tensors:
+other results of the epilogue, which lie as ``out`` does, and the two vectors of statistics, of f32.
 """
 
 
@@ -103,6 +107,8 @@ class Engine(ABC):
     """Whether the runner adds a per-channel bias itself."""
     takes_epilogue: ClassVar[bool] = False
     """Whether the runner computes any epilogue of a floating-point problem itself."""
+    takes_fusion: ClassVar[bool] = False
+    """Whether the runner computes prologues, other results of an epilogue and statistics itself."""
 
     @abstractmethod
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:

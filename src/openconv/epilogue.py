@@ -21,6 +21,9 @@ The text form is a chain of steps, each applied to the value so far, which is th
 for ``add(c.bias)``, ``mul(c.scale)`` and ``add(t.residual)``. A tree that is no chain, because it uses ``acc`` twice
 or keeps it elsewhere than in the first argument, prints as one expression: ``+=mul(acc,sigmoid(acc))``.
 
+Values on the way can be results as well. In a chain ``keep`` marks the value so far: ``+bias+keep+relu`` has two,
+relu(acc + bias) and then acc + bias. Others stand behind the expression: ``+=mul(acc,sigmoid(acc))+keep(abs(acc))``.
+
 This module knows nothing of torch. :mod:`openconv.evaluate` computes an epilogue with torch, as the reference;
 engines render it into code of their own.
 """
@@ -246,31 +249,47 @@ class Epilogue:
     """
 
     expr: Expr = acc
+    also: tuple[Expr, ...] = ()
+    """Further results, in the result's shape, dtype and layout."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "also", tuple(self.also))
         kinds: dict[str, str] = {}
-        for node in self.expr.walk():
+        for node in self._nodes():
             if isinstance(node, Operand) and kinds.setdefault(node.name, node.kind) != node.kind:
                 raise ValueError(f"operand {node.name!r} is used as {kinds[node.name]} and as {node.kind}")
+        if len(set(self.also)) != len(self.also):
+            shown = ", ".join(str(expr) for expr in self.also)
+            raise ValueError(f"further results of an epilogue are {shown}; wanted each of them once")
+
+    def _nodes(self) -> Iterator[Expr]:
+        for expr in (self.expr, *self.also):
+            yield from expr.walk()
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
         """The operands in order of first use: the order in which values are handed over at run time."""
-        return tuple(dict.fromkeys(n for n in self.expr.walk() if isinstance(n, Operand)))
+        return tuple(dict.fromkeys(n for n in self._nodes() if isinstance(n, Operand)))
 
     @property
     def is_identity(self) -> bool:
-        """True if the result is the accumulator itself."""
-        return isinstance(self.expr, Acc)
+        """True if the only result is the accumulator itself."""
+        return isinstance(self.expr, Acc) and not self.also
 
     @cached_property
     def flops(self) -> int:
-        """Operations per element, one for each node of the tree."""
-        return sum(isinstance(n, Node) for n in self.expr.walk())
+        """Operations per element, one for each node of the tree, and of other results for what is not in it."""
+        own = list(self.expr.walk())
+        more = {n for expr in self.also for n in expr.walk()} - set(own) if self.also else ()
+        return sum(isinstance(n, Node) for n in (*own, *more))
 
     def then(self, op: str, *args: Expr | float, params: tuple[float, ...] = ()) -> Epilogue:
         """This epilogue with ``op`` applied to its result, which is the first argument."""
-        return Epilogue(apply(op, self.expr, *args, params=params))
+        return Epilogue(apply(op, self.expr, *args, params=params), self.also)
+
+    def keep(self) -> Epilogue:
+        """Have the value so far as another result, for steps to follow: ``Epilogue().bias().keep().relu()``."""
+        return Epilogue(self.expr, (*self.also, self.expr))
 
     def bias(self, name: str = "bias") -> Epilogue:
         """Add a per-channel vector."""
@@ -302,25 +321,33 @@ class Epilogue:
 
     def activation(self, text: str) -> Epilogue:
         """Apply an activation given by name, with parameters where it has some: ``"leaky_relu(0.2)"``."""
-        steps = _Parser(f"+{text}").chain(acc)
-        if not isinstance(steps, Node) or steps.op not in ACTIVATIONS or not isinstance(steps.args[0], Acc):
+        steps, kept = _Parser(f"+{text}").chain(acc)
+        plain = isinstance(steps, Node) and isinstance(steps.args[0], Acc) and not kept
+        if not plain or not isinstance(steps, Node) or steps.op not in ACTIVATIONS:
             raise ValueError(f"activation is {text!r}; wanted one of {', '.join(ACTIVATIONS)}")
         return self.then(steps.op, params=steps.params)
 
     def __str__(self) -> str:
         """The text form: empty for the identity."""
         steps: list[str] = []
+        kept = list(self.also)
         node = self.expr
-        while isinstance(node, Node):
+        whole = f"+={self.expr}" + "".join(f"+keep({expr})" for expr in self.also)
+        while True:
+            if kept and kept[-1] == node:
+                steps.append("keep")
+                kept.pop()
+            if not isinstance(node, Node):
+                break
             rest = node.args[1:]
             if any(isinstance(leaf, Acc) for arg in rest for leaf in arg.walk()):
-                return f"+={self.expr}"
+                return whole
             texts = [str(a) for a in rest] + node.param_texts()
             short = next((s for s, (op, arg) in _SHORT.items() if [op, arg] == [node.op, *texts]), None)
             steps.append(short or (f"{node.op}({','.join(texts)})" if texts else node.op))
             node = node.args[0]
-        if not isinstance(node, Acc):
-            return f"+={self.expr}"
+        if kept or not isinstance(node, Acc):
+            return whole
         return "".join(f"+{step}" for step in reversed(steps))
 
     @classmethod
@@ -329,7 +356,7 @@ class Epilogue:
         if not text:
             return IDENTITY
         parser = _Parser(text)
-        return cls(parser.whole() if text.startswith("+=") else parser.chain(acc))
+        return cls(*(parser.whole() if text.startswith("+=") else parser.chain(acc)))
 
 
 class _Parser:
@@ -348,26 +375,34 @@ class _Parser:
             self.at = match.end()
         return match.group() if match else None
 
-    def whole(self) -> Expr:
+    def whole(self) -> tuple[Expr, tuple[Expr, ...]]:
+        """The result, and those that are kept besides."""
         self.take(r"\+=")
-        expr = self.expression()
+        expr, kept = self.expression(), []
+        while self.take(r"\+keep\("):
+            kept.append(self.expression())
+            if not self.take(r"\)"):
+                raise self.fail("')'")
         if self.at != len(self.text):
-            raise self.fail("the end")
-        return expr
+            raise self.fail("the end, or '+keep('")
+        return expr, tuple(kept)
 
-    def chain(self, value: Expr) -> Expr:
+    def chain(self, value: Expr) -> tuple[Expr, tuple[Expr, ...]]:
+        kept: list[Expr] = []
         while self.at < len(self.text):
             if not self.take(r"\+"):
                 raise self.fail("'+'")
             name = self.take(_NAME.pattern)
             if name is None:
                 raise self.fail("an operation")
-            if name in _SHORT:
+            if name == "keep":
+                kept.append(value)
+            elif name in _SHORT:
                 name, operand = _SHORT[name]
                 value = apply(name, value, _Parser(operand).expression())
             else:
                 value = self.node(name, [value])
-        return value
+        return value, tuple(kept)
 
     def expression(self) -> Expr:
         number = self.take(r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|inf)")

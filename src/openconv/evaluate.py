@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .epilogue import Acc, Const, Epilogue, Expr, Node, Operand
 
-__all__ = ["activate", "constant_when_compiled", "evaluate", "evaluate_", "evaluator_"]
+__all__ = ["activate", "before", "constant_when_compiled", "evaluate", "evaluate_", "evaluator_", "statistics"]
 
 _Function = Callable[..., Tensor]
 _Any = TypeVar("_Any", bound=Callable[..., object])
@@ -68,6 +68,22 @@ def evaluate(epilogue: Epilogue, accumulator: Tensor, operands: Mapping[str, Ten
     value = _value(epilogue.expr, accumulator, operands)
     whole = isinstance(value, Tensor) and value.shape == accumulator.shape
     return value if whole else torch.zeros_like(accumulator) + value  # a tree without the accumulator
+
+
+def before(prologue: Epilogue, x: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """A prologue of x, (N, C, ...): computed in f32, f64 for f64, and rounded to x's dtype."""
+    if prologue.is_identity:
+        return x
+    wide = torch.promote_types(x.dtype, torch.float32)
+    values = {operand.name: value.to(wide) for operand, value in zip(prologue.operands, operands, strict=True)}
+    return evaluate(prologue, x.to(wide), values).to(x.dtype)
+
+
+def statistics(y: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum and the sum of squares of each channel of y, (N, K, ...): f32, f64 for f64."""
+    wide = y.to(torch.promote_types(y.dtype, torch.float32))
+    axes = (0, *range(2, y.dim()))
+    return wide.sum(axes), wide.square().sum(axes)
 
 
 def evaluate_(epilogue: Epilogue, accumulator: Tensor, operands: Mapping[str, Tensor]) -> Tensor:

@@ -205,7 +205,8 @@ def explain(
     if direction is not None and direction != call.problem.direction:
         if direction not in DIRECTIONS:
             raise ValueError(f"explain: direction is {direction!r}; wanted one of {', '.join(DIRECTIONS)}")
-        call = _Call(call.problem.with_(direction=direction, epilogue=IDENTITY), call.device)
+        bare = call.problem.with_(direction=direction, epilogue=IDENTITY, prologue=IDENTITY, stats=False)
+        call = _Call(bare, call.device)
     machine, place = _place(device, call.device)
     return _explain(call, machine, place, policy, budget if measure else 0.0)
 
@@ -347,7 +348,7 @@ def _times(tensor: Tensor) -> str:
 
 def _explain(call: _Call, device: Device, place: torch.device, policy: Policy, budget: float) -> Explanation:
     problem = call.problem
-    core = lower(problem, device)
+    core = lower(problem, device, policy)
     facts = _facts(problem, device)
     accepted, refused = ([], []) if problem.is_empty else rank(core, device, policy)
     refusals = tuple(RefusalReport(r.engine.name, r.reasons) for r in refused)
@@ -377,7 +378,7 @@ def _facts(problem: Problem, device: Device) -> Facts:
 def _steps(call: _Call, device: Device, policy: Policy, best: Candidate) -> tuple[str, ...]:
     """The steps of the plan, which is not built where its device is not here."""
     if device.kind == "cuda" and not torch.cuda.is_available():
-        return steps_of(call.problem, device, best)
+        return steps_of(call.problem, device, best, policy)
     return plan_for(call.problem, device, policy).steps
 
 

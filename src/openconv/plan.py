@@ -8,6 +8,8 @@ Lowering, each rule visible in ``steps``:
 - inputs whose memory is in neither layout are copied into one;
 - an epilogue is evaluated by torch behind the engine, except for a leading bias where the engine adds it itself; CUDA
   engines compute the whole of it, except behind integers and complex numbers;
+- a prologue, several results of the epilogue and statistics are left to the engine where one of the device computes
+  them, else torch computes them before and behind it;
 - a problem with an empty tensor needs no engine: its sums are zeros.
 """
 
@@ -29,9 +31,9 @@ from .cuda.device import CudaDevice, cuda_device, device_for
 from .device import Device
 from .engine import Engine, Runner
 from .epilogue import IDENTITY, Acc, Epilogue, Expr, Node, Operand
-from .evaluate import evaluate, evaluator_
+from .evaluate import before, evaluate, evaluator_, statistics
 from .problem import Problem
-from .select import Candidate, Policy, choose
+from .select import Candidate, Policy, choose, rank
 from .tensors import DTYPES, empty, guards, in_layout, memory_format, to_layout
 from .units import bytes_text
 
@@ -71,9 +73,33 @@ def compute_dtype(name: str) -> str:
     return _COMPUTE.get(name, name)
 
 
-def lower(problem: Problem, device: Device) -> Problem:
-    """The real problem that an engine sees: computing dtypes, one layout for images, and of the epilogue what the
-    engines of the device take."""
+def lower(problem: Problem, device: Device, policy: Policy | None = None) -> Problem:
+    """The real problem that an engine sees: computing dtypes, one layout for images, and of what is fused that which
+    the engines of the device take, under a policy if one is given."""
+    if problem.is_fused:
+        if device.kind == "cuda" and problem.result_dtype[0] in "fb":
+            fused = _lower(problem, device)
+            if rank(fused, device, policy or Policy(tuning="off"))[0]:
+                return fused
+        problem = _apart(problem, device)
+    return _lower(problem, device)
+
+
+def _apart(problem: Problem, device: Device) -> Problem:
+    """What is left for an engine where torch computes prologue, statistics and several results of an epilogue: these
+    from sums, which the CPU has in f32."""
+    if not problem.is_fused:
+        return problem
+    plain = problem.with_(prologue=IDENTITY, stats=False)
+    if problem.epilogue.also:
+        dtypes = list(problem.dtypes)
+        if device.kind == "cpu" and problem.result_dtype in ("f16", "bf16"):
+            dtypes[problem.result] = "f32"
+        plain = plain.with_(epilogue=IDENTITY, dtypes=tuple(dtypes))
+    return plain
+
+
+def _lower(problem: Problem, device: Device) -> Problem:
     if device.kind not in ("cpu", "cuda"):
         return problem
     cuda, complex_ = device.kind == "cuda", problem.dtypes[0].startswith("complex")
@@ -91,6 +117,8 @@ def lower(problem: Problem, device: Device) -> Problem:
 
 def split_bias(epilogue: Epilogue) -> tuple[str | None, Epilogue]:
     """The operand of a per-channel bias that comes before everything else, and the epilogue that remains."""
+    if epilogue.also:  # these are made of the same sums
+        return None, epilogue
     uses = sum(isinstance(node, Acc) for node in epilogue.expr.walk())
     names: list[str] = []
 
@@ -112,7 +140,10 @@ def split_bias(epilogue: Epilogue) -> tuple[str | None, Epilogue]:
 class Plan:
     """A problem, the candidate chosen for it, and the compiled call: ``plan(a, b, operands)``.
 
-    ``a`` and ``b`` are the two inputs of the pass; ``operands`` holds the epilogue's operands in its own order.
+    ``a`` and ``b`` are the two inputs of the pass; ``operands`` holds the prologue's operands and then the epilogue's,
+    in their own order. What comes back is the result, or a tuple of it, the epilogue's other results, and of statistics
+    the sum and the sum of squares of each channel.
+
     ``candidate`` is None where there is nothing to multiply. ``lean(a, b, *operands)``, where a GPU's engine alone
     computes the result, is for tensors that lie as that engine takes them (:meth:`takes`); without operands in the
     epilogue it passes over what is given in their place.
@@ -124,15 +155,16 @@ class Plan:
     policy: Policy
     candidate: Candidate | None
     steps: tuple[str, ...]
-    call: Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
+    call: Callable[[Tensor, Tensor, Sequence[Tensor]], Any]
     lean: Callable[..., Tensor] | None = None
 
-    def __call__(self, a: Tensor, b: Tensor, operands: Sequence[Tensor] = ()) -> Tensor:
+    def __call__(self, a: Tensor, b: Tensor, operands: Sequence[Tensor] = ()) -> Any:
         return self.call(a, b, operands)
 
     def takes(self, a: Tensor, b: Tensor, operands: Sequence[Tensor] = ()) -> bool:
         """Whether inputs and operands are in the layouts of the engine."""
-        layouts = *_input_layouts(self.core), *_operand_layouts(self.core)
+        vectors = ["nchw"] * len(self.problem.prologue.operands)
+        layouts = *_input_layouts(self.core), *vectors, *_operand_layouts(self.core)
         return all(in_layout(value, layout) for value, layout in zip((a, b, *operands), layouts, strict=True))
 
     @property
@@ -143,23 +175,28 @@ class Plan:
 
 def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candidate | None = None) -> Plan:
     """Choose, unless a candidate is given, build and wire up. UnsupportedProblem if no engine takes it."""
-    core = lower(problem, device)
+    core = lower(problem, device, policy) if candidate is None else _core(problem, device, candidate)
     if problem.is_empty:
-        return Plan(problem, core, device, policy, None, ("no products: fill with zeros",), _empty_call(problem))
+        call = _around(problem, _empty_call(_apart(problem, device)))
+        return Plan(problem, core, device, policy, None, ("no products: fill with zeros",), call)
     candidate = candidate or choose(core, device, policy)
     engine = candidate.engine
     runner = engine.build(core, device, candidate.knobs)
-    bias, rest = _taken(problem, core, engine)
-    real = _real_call(core, candidate, runner, device)
-    call = _wire(problem, core, real, bias, rest, engine.takes_epilogue)
+    inner = problem if core.is_fused else _apart(problem, device)
+    bias, rest = _taken(inner, core, engine)
     lean = None
+    if core.is_fused:
+        call = _fused_call(core, candidate, runner)
+    else:
+        real = _real_call(core, candidate, runner, device)
+        call = _around(problem, _wire(inner, core, real, bias, rest, engine.takes_epilogue))
     if isinstance(device, CudaDevice) and candidate.workspace:
         call = _within_memory(call, problem, device, policy, candidate)
-    elif isinstance(device, CudaDevice) and core == problem and bias is None and rest.is_identity:
+    elif isinstance(device, CudaDevice) and core == problem and not core.is_fused and bias is None and rest.is_identity:
         lean = _lean_call(core, runner, device)
         if not problem.epilogue.operands:
             call = _bare_call(core, lean)
-    return Plan(problem, core, device, policy, candidate, steps_of(problem, device, candidate), call, lean)
+    return Plan(problem, core, device, policy, candidate, _all_steps(problem, core, device, candidate), call, lean)
 
 
 def _taken(problem: Problem, core: Problem, engine: Engine) -> tuple[str | None, Epilogue]:
@@ -172,19 +209,40 @@ def _taken(problem: Problem, core: Problem, engine: Engine) -> tuple[str | None,
     return bias, rest
 
 
-def steps_of(problem: Problem, device: Device, candidate: Candidate) -> tuple[str, ...]:
+def steps_of(
+    problem: Problem, device: Device, candidate: Candidate, policy: Policy | None = None
+) -> tuple[str, ...]:  # fmt: skip
     """What a call of the candidate does, in order, one phrase each; nothing is built."""
-    core = lower(problem, device)
-    return tuple(_steps(problem, core, candidate, *_taken(problem, core, candidate.engine)))
+    return _all_steps(problem, _core(problem, device, candidate, policy), device, candidate)
+
+
+def _all_steps(problem: Problem, core: Problem, device: Device, candidate: Candidate) -> tuple[str, ...]:
+    """The steps around the engine's core, with those of torch where it is not fused."""
+    inner = problem if core.is_fused else _apart(problem, device)
+    steps = _steps(inner, core, candidate, *_taken(inner, core, candidate.engine))
+    if inner is not problem:
+        if not problem.prologue.is_identity:
+            steps.insert(0, f"compute x{problem.prologue} with torch")
+        if problem.epilogue.also:
+            steps.append(f"evaluate {problem.epilogue} with torch")
+        if problem.stats:
+            steps.append("add up y and its squares, channel by channel, with torch")
+    return tuple(steps)
+
+
+def _core(problem: Problem, device: Device, candidate: Candidate, policy: Policy | None = None) -> Problem:
+    """What the candidate's engine computes of the problem."""
+    core = lower(problem, device, policy)
+    return core if candidate.engine.takes_fusion or not core.is_fused else _lower(_apart(problem, device), device)
 
 
 def _within_memory(call: Any, problem: Problem, device: Device, policy: Policy, candidate: Candidate) -> Any:
     """The call, or where its workspace cannot be had, that of an engine or of knobs which need less."""
     smaller: list[Plan] = []
 
-    def run(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    def run(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Any:
         try:
-            out: Tensor = call(a, b, operands)
+            out = call(a, b, operands)
         except torch.OutOfMemoryError:
             if not smaller:
                 less = policy.but(max_workspace=candidate.workspace // 2)
@@ -214,6 +272,8 @@ def _steps(problem: Problem, core: Problem, candidate: Candidate, bias: str | No
     fused = f" with {bias}" if bias else ""
     if candidate.engine.takes_epilogue and not core.epilogue.is_identity:
         fused = f" with {core.epilogue}"
+    if core.is_fused:
+        fused = f" with {core.fusion}"
     steps.append(f"run {candidate.engine.name} {times}[{candidate.knobs}]{fused}")
     if not rest.is_identity:
         steps.append(f"evaluate {rest} with torch")
@@ -239,6 +299,62 @@ def _real_call(core: Problem, candidate: Candidate, runner: Runner, device: Devi
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=a.device) if workspace_bytes else None
         runner(a, b, out, workspace, bias)
         return out
+
+    return run
+
+
+def _fused_call(core: Problem, candidate: Candidate, runner: Runner) -> Callable[..., Any]:
+    """The whole call of an engine that takes the problem as it is, with more operands and results than others."""
+    shape, dtype = core.result_shape, DTYPES[core.result_dtype]
+    strides = empty(shape, dtype, core.layouts[core.result], torch.device("meta")).stride()
+    a_layout, b_layout = _input_layouts(core)
+    vectors = len(core.prologue.operands)
+    kinds = [(torch.float64 if core.dtypes[0] == "f64" else torch.float32, torch.contiguous_format)] * vectors
+    kinds += [(dtype, memory_format(core.rank + 2, layout)) for layout in _operand_layouts(core)]
+    workspace_bytes, results = candidate.workspace, 1 + len(core.epilogue.also)
+    sums = torch.float64 if core.result_dtype == "f64" else torch.float32
+
+    def run(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Any:
+        values = tuple([
+            value.to(kind).contiguous(memory_format=form)
+            for (kind, form), value in zip(kinds, operands, strict=True)
+        ])  # fmt: skip
+        made = [torch.empty_strided(shape, strides, dtype=dtype, device=a.device) for _ in range(results)]
+        if core.stats:
+            made += [torch.empty(core.k, dtype=sums, device=a.device) for _ in range(2)]
+        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=a.device) if workspace_bytes else None
+        more = (tuple(made[1:]),) if len(made) > 1 else ()
+        runner(to_layout(a, a_layout), to_layout(b, b_layout), made[0], workspace, values, *more)
+        return tuple(made) if more else made[0]
+
+    return run
+
+
+def _around(problem: Problem, call: Any) -> Any:
+    """The call of what :func:`_apart` leaves, with torch's part of it before and behind."""
+    if not problem.is_fused:
+        return call
+    prologue, epilogue = problem.prologue, problem.epilogue
+    first, names = len(prologue.operands), [operand.name for operand in epilogue.operands]
+    dtype, layout = DTYPES[problem.result_dtype], problem.layouts[problem.result]
+    results = [Epilogue(expr) for expr in (epilogue.expr, *epilogue.also)]
+
+    def run(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Any:
+        a, behind = before(prologue, a, operands[:first]), operands[first:]
+        if not epilogue.also:
+            made = [call(a, b, behind)]
+        else:
+            sums: Tensor = call(a, b, ())
+            if sums.dtype in (torch.float16, torch.bfloat16, torch.complex32):
+                sums = sums.to(torch.promote_types(sums.dtype, torch.float32))
+            values = {name: value.to(sums.dtype) for name, value in zip(names, behind, strict=True)}
+            made = []
+            for each in results:
+                value = to_layout(evaluate(each, sums, values).to(dtype), layout)
+                made.append(value.clone() if any(value is other for other in made) else value)
+        if problem.stats:
+            made += statistics(made[0])
+        return tuple(made) if len(made) > 1 else made[0]
 
     return run
 

@@ -25,7 +25,9 @@ g32                  groups; 1 if absent
 f16 f16*f16>f32      dtype of all tensors, or of x, w and y
 nhwc nhwc*nchw>nhwc  layout of all tensors, or of x, w and y (nchw: channels first; nhwc: channels last; any rank)
 ieee tf32 tf32x3     how f32 products are formed; ieee if absent
-+bias+relu           epilogue (:mod:`openconv.epilogue`)
+x+scale+bias+relu    prologue: what is done to x before the products, with a value for each of its channels
++bias+relu           epilogue (:mod:`openconv.epilogue`); +bias+keep+relu stores the value so far as well
+stats                the sum and the sum of squares of y over all but its channels are results too
 ===================  ===========================================================================================
 """
 
@@ -52,6 +54,7 @@ DTYPE_BYTES = {
     "complex32": 4, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
+_FLOATS = ("f64", "f32", "f16", "bf16")
 _SIZES = ("d", "h", "w")
 _TAPS = ("t", "r", "s")
 
@@ -76,6 +79,11 @@ class Problem:
     be a (low, high) pair; ``dtypes`` and ``layouts`` accept one name or the three of x, w and y.
 
     In a dgrad, ``spatial`` is the size of dx, which settles what PyTorch calls output_padding.
+
+    ``prologue`` is an :class:`~openconv.epilogue.Epilogue` whose ``acc`` is the value of x and whose operands have one
+    value for each of the C channels, of f32 (f64 for f64). It is computed in f32 and rounded to x's dtype; padding is
+    zero behind it. A dgrad has none. With ``stats``, the results of a fprop are followed by the sum and the sum of
+    squares of each channel of y as it is stored, both f32 (f64 for f64).
     """
 
     direction: str = "fprop"
@@ -92,6 +100,8 @@ class Problem:
     layouts: tuple[str, str, str] = ("nchw", "nchw", "nchw")
     precision: str = "ieee"
     epilogue: Epilogue = IDENTITY
+    prologue: Epilogue = IDENTITY
+    stats: bool = False
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -111,6 +121,8 @@ class Problem:
         put("layouts", _per_tensor("layout", self.layouts, LAYOUTS))
         if isinstance(self.epilogue, str):
             put("epilogue", Epilogue.parse(self.epilogue))
+        if isinstance(self.prologue, str):
+            put("prologue", Epilogue.parse(self.prologue.removeprefix("x")))
         self._validate()
 
     def _validate(self) -> None:
@@ -135,6 +147,23 @@ class Problem:
             need(size >= 1, f"padded input size on axis {axis}", padded, f"at least the filter's reach of {reach}")
         if self.direction == "wgrad":
             need(self.epilogue.is_identity, "epilogue of a wgrad", self.epilogue, "none: dw has no channel to fuse on")
+        if not self.prologue.is_identity:
+            prologue, x = f"x{self.prologue}", self.dtypes[0]
+            need(self.direction != "dgrad", "prologue of a dgrad", prologue, "none: x is what it computes")
+            need(not self.prologue.also, "prologue", prologue, "one result: x has no other place to go")
+            for operand in self.prologue.operands:
+                need(
+                    operand.kind == "channel",
+                    f"prologue is {prologue}; its operand",
+                    operand,
+                    f"c.{operand.name}: a value per channel",
+                )
+            need(x in _FLOATS, "prologue is on x, whose dtype", x, "one of " + ", ".join(_FLOATS))
+        need(isinstance(self.stats, bool), "stats", repr(self.stats), "True or False")
+        if self.stats:
+            need(self.direction == "fprop", "direction of a problem with stats", self.direction, "fprop")
+            y = self.result_dtype
+            need(y in _FLOATS, "dtype of y with stats", y, "one of " + ", ".join(_FLOATS))
 
     # -- derived facts ------------------------------------------------------------------------------------------
 
@@ -200,21 +229,37 @@ class Problem:
         return prod(self.x_shape) == 0 or prod(self.w_shape) == 0 or prod(self.y_shape) == 0
 
     @property
+    def is_fused(self) -> bool:
+        """It has a prologue, several results of the epilogue, or statistics, which few engines compute."""
+        return self.stats or bool(self.epilogue.also) or not self.prologue.is_identity
+
+    @property
+    def fusion(self) -> str:
+        """The text of what is fused: prologue, epilogue and statistics, as far as there are some."""
+        parts = [] if self.prologue.is_identity else [f"x{self.prologue}"]
+        parts += [] if self.epilogue.is_identity else [str(self.epilogue)]
+        return " ".join(parts + ["stats"] * self.stats)
+
+    @property
     def macs(self) -> int:
         """Multiplications, counting those with padding."""
         return self.n * self.k * prod(self.out) * (self.c // self.groups) * prod(self.filter)
 
     @property
     def flops(self) -> int:
-        """Floating-point operations: two for each multiplication, and the epilogue's."""
-        return 2 * self.macs + self.epilogue.flops * prod(self.result_shape)
+        """Floating-point operations: two for each multiplication, and those of what is fused."""
+        each = self.epilogue.flops + 3 * self.stats
+        return 2 * self.macs + each * prod(self.result_shape) + self.prologue.flops * prod(self.x_shape)
 
     @property
     def min_bytes(self) -> int:
-        """The fewest bytes that must move: each tensor once, and the epilogue's operands."""
+        """The fewest bytes that must move: each tensor once, operands, and what is stored besides."""
         x, w, y = (DTYPE_BYTES[d] for d in self.dtypes)
         total = x * prod(self.x_shape) + w * prod(self.w_shape) + y * prod(self.y_shape)
         sizes = {"channel": self.result_channels, "tensor": prod(self.result_shape), "scalar": 1}
+        if self.is_fused:
+            total += DTYPE_BYTES[self.result_dtype] * len(self.epilogue.also) * sizes["tensor"]
+            total += 4 * len(self.prologue.operands) * self.c + 8 * self.stats * self.k
         return total + sum(DTYPE_BYTES[self.result_dtype] * sizes[o.kind] for o in self.epilogue.operands)
 
     @property
@@ -258,8 +303,8 @@ class Problem:
         parts.append(_join(self.layouts))
         if self.precision != "ieee":
             parts.append(self.precision)
-        if not self.epilogue.is_identity:
-            parts.append(str(self.epilogue))
+        if fusion := self.fusion:
+            parts.append(fusion)
         return " ".join(parts)
 
     @classmethod
@@ -290,6 +335,10 @@ class Problem:
                 once("groups", int(match[1]))
             elif word.startswith("+"):
                 once("epilogue", Epilogue.parse(word))
+            elif word.startswith("x+"):
+                once("prologue", Epilogue.parse(word[1:]))
+            elif word == "stats":
+                once("stats", True)
             elif word in PRECISIONS:
                 once("precision", word)
             elif (names := _split(word)) and all(v in DTYPE_BYTES for v in names):

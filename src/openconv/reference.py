@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .engine import Traits
-from .epilogue import IDENTITY
-from .evaluate import evaluate
+from .epilogue import IDENTITY, Epilogue
+from .evaluate import before, evaluate
 from .problem import Problem
 from .tensors import DTYPES, to_layout
 
@@ -33,7 +33,8 @@ _ROUNDING = {"f32": 2.0**-24, "f64": 2.0**-53, "f16": 2.0**-11, "bf16": 2.0**-8,
 
 @dataclass(frozen=True)
 class Inputs:
-    """The two inputs of a pass (fprop: x, w; dgrad: dy, w; wgrad: x, dy) and the epilogue's operands in its order."""
+    """The two inputs of a pass (fprop: x, w; dgrad: dy, w; wgrad: x, dy), and the operands of its prologue and then of
+    its epilogue, in their order."""
 
     a: Tensor
     b: Tensor
@@ -66,8 +67,14 @@ def random_inputs(problem: Problem, seed: int = 0, device: torch.device | str = 
         values(shapes[first], problem.dtypes[first], problem.layouts[first]),
         values(shapes[second], problem.dtypes[second], problem.layouts[second]),
         tuple(
-            values(sizes[o.kind], problem.result_dtype, layout if o.kind == "tensor" else "nchw", unit=True)
-            for o in problem.epilogue.operands
+            [
+                values((problem.c,), "f64" if problem.dtypes[0] == "f64" else "f32", "nchw", unit=True)
+                for _ in problem.prologue.operands
+            ]
+            + [
+                values(sizes[o.kind], problem.result_dtype, layout if o.kind == "tensor" else "nchw", unit=True)
+                for o in problem.epilogue.operands
+            ]
         ),
     )
 
@@ -99,11 +106,25 @@ def _wide(tensor: Tensor, place: torch.device | str = "cpu") -> Tensor:
 
 
 def expected(problem: Problem, inputs: Inputs, place: torch.device | str = "cpu") -> Tensor:
-    """The result in float64 (complex128 for complex problems), epilogue included, computed at ``place``."""
-    result = _convolve(problem, _wide(inputs.a, place), _wide(inputs.b, place))
+    """The result in float64 (complex128 for complex problems), epilogue included, computed at ``place``. A prologue is
+    rounded to x's dtype, as engines do."""
+    return all_expected(problem, inputs, place)[0]
+
+
+def all_expected(problem: Problem, inputs: Inputs, place: torch.device | str = "cpu") -> list[Tensor]:
+    """:func:`expected`, and likewise the other results of the epilogue."""
+    a, operands = _behind_prologue(problem, inputs)
+    result = _convolve(problem, _wide(a, place), _wide(inputs.b, place))
     names = [operand.name for operand in problem.epilogue.operands]
-    operands = (_wide(operand, place) for operand in inputs.operands)
-    return evaluate(problem.epilogue, result, dict(zip(names, operands, strict=True)))
+    values = dict(zip(names, (_wide(operand, place) for operand in operands), strict=True))
+    exprs = problem.epilogue.expr, *problem.epilogue.also
+    return [evaluate(Epilogue(expr), result, values) for expr in exprs]
+
+
+def _behind_prologue(problem: Problem, inputs: Inputs) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The first input as it is multiplied, and the operands of the epilogue."""
+    count = len(problem.prologue.operands)
+    return before(problem.prologue, inputs.a, inputs.operands[:count]), inputs.operands[count:]
 
 
 class Reference:
@@ -117,12 +138,25 @@ class Reference:
         self._parts = []
         for part in parts_of(problem, most_macs):
             given = part.inputs(inputs)
-            self._parts.append((part.result, expected(part.problem, given, place), _sizes(part.problem, given, place)))
+            wanted, size = all_expected(part.problem, given, place), _sizes(part.problem, given, place)
+            self._parts.append((part.result, wanted, size))
 
-    def error(self, got: Tensor) -> float:
+    def error(self, got: Tensor | Sequence[Tensor]) -> float:
         """The error of a result; infinity if it is not finite where it should be. Integers are compared as their type
-        wraps, and their error is the largest difference."""
-        return max(self._error(got[where].to(self._place), wanted, size) for where, wanted, size in self._parts)
+        wraps, and their error is the largest difference. Of several results it is the largest; statistics are compared
+        with those of the result as it is, as shares of the sizes of their terms."""
+        results = [got] if isinstance(got, Tensor) else list(got)
+        errors = [
+            self._error(result[where].to(self._place), wanted, size)
+            for where, all_wanted, size in self._parts
+            for result, wanted in zip(results, all_wanted, strict=False)
+        ]
+        if sums := results[len(self._parts[0][1]) :]:
+            y = _wide(results[0], self._place)
+            axes = (0, *range(2, y.dim()))
+            for sum_, terms in zip(sums, (y, y.square()), strict=True):
+                errors.append(self._error(sum_.to(self._place), terms.sum(axes), terms.abs().sum(axes)))
+        return max(errors)
 
     def _error(self, got: Tensor, wanted: Tensor, size: Tensor) -> float:
         if not got.is_floating_point() and not got.is_complex():
@@ -134,28 +168,31 @@ class Reference:
 
 def _sizes(problem: Problem, inputs: Inputs, place: torch.device | str) -> Tensor:
     """The size of the terms that each result adds up."""
-    magnitudes = _wide(inputs.a, place).abs(), _wide(inputs.b, place).abs()
+    a, operands = _behind_prologue(problem, inputs)
+    magnitudes = _wide(a, place).abs(), _wide(inputs.b, place).abs()
     size = _convolve(problem.with_(epilogue=IDENTITY), *magnitudes)
-    for operand, value in zip(problem.epilogue.operands, inputs.operands, strict=True):
+    for operand, value in zip(problem.epilogue.operands, operands, strict=True):
         channels = operand.kind == "channel"
         size = size + _wide(value.view(-1, *(1,) * problem.rank) if channels else value, place).abs()
     return size
 
 
-def error_of(problem: Problem, got: Tensor, inputs: Inputs, *, most_macs: float = 2e8) -> float:
+def error_of(problem: Problem, got: Tensor | Sequence[Tensor], inputs: Inputs, *, most_macs: float = 2e8) -> float:
     """The error of one result: see :meth:`Reference.error`."""
     return Reference(problem, inputs, most_macs=most_macs).error(got)
 
 
 def allowed_error(problem: Problem, traits: Traits) -> float:
     """The most that a correct run may show: the engine's bound, then the epilogue and the cast to the result's dtype.
+    A prologue may round to the neighbour of what the reference rounds to.
 
     Complex products are sums of two real ones in each part, so that they may be off four times as far.
     """
     parts = 4 if problem.dtypes[0].startswith("complex") else 1
     wide = "f64" if problem.result_dtype in ("f64", "complex128") else "f32"
     epilogue = 4 * problem.epilogue.flops * _ROUNDING[wide]
-    return parts * traits.error_bound + epilogue + _ROUNDING.get(problem.result_dtype, 0.0)
+    prologue = 0.0 if problem.prologue.is_identity else 2 * _ROUNDING[problem.dtypes[0]]
+    return parts * traits.error_bound + prologue + epilogue + _ROUNDING.get(problem.result_dtype, 0.0)
 
 
 @dataclass(frozen=True)
@@ -170,8 +207,9 @@ class Part:
     def inputs(self, whole: Inputs) -> Inputs:
         """The inputs of the part."""
         cuts = {"channel": self.result[1:2], "tensor": self.result, "scalar": ()}
-        kinds = [operand.kind for operand in self.problem.epilogue.operands]
-        operands = tuple(value[cuts[kind]] for kind, value in zip(kinds, whole.operands, strict=True))
+        wanted = [self.a[1:2] for _ in self.problem.prologue.operands]
+        wanted += [cuts[operand.kind] for operand in self.problem.epilogue.operands]
+        operands = tuple(value[cut] for cut, value in zip(wanted, whole.operands, strict=True))
         return Inputs(whole.a[self.a], whole.b[self.b], operands)
 
 

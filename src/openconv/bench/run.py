@@ -154,8 +154,9 @@ def _peers(problem: Problem, place: torch.device, limits: Limits, notes: dict[st
     if limits.peers is None:
         return list(default_peers(problem, place))
     found = []
+    fused = f"'{problem.fusion}' is fused; peers compute an epilogue at most" if problem.is_fused else None
     for peer in map(peer_named, limits.peers):
-        if (reason := peer.refusal(problem, place)) is None:
+        if (reason := fused or peer.refusal(problem, place)) is None:
             found.append(peer)
         else:
             notes[peer.name] = reason

@@ -148,7 +148,7 @@ def variants(problems: Iterable[tuple[str, Problem]], varied: Variation) -> Iter
         for n in varied.batches or (problem.n,):
             for direction in varied.directions or (problem.direction,):
                 if direction != problem.direction and (
-                    not problem.epilogue.is_identity or problem.with_(direction=direction) in own
+                    not problem.epilogue.is_identity or problem.is_fused or problem.with_(direction=direction) in own
                 ):
                     continue
                 for dtypes in [(name,) * 3 for name in varied.dtypes] or [problem.dtypes]:

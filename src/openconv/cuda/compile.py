@@ -72,6 +72,10 @@ def usual_problems() -> Iterator[Problem]:
                 for direction in ("fprop", "dgrad", "wgrad"):
                     yield Problem.parse(f"{direction} {layer} {dtype} {layout}")
                 yield Problem.parse(f"fprop {layer} {dtype} {layout} +bias+relu")
+    for dtype in ("f16", "bf16"):
+        layer = f"n16 c64 h56 w56 k64 r3 s3 pad1 {dtype} nhwc x+scale+bias+relu"
+        yield Problem.parse(f"fprop {layer} +bias+keep+relu stats")
+        yield Problem.parse(f"wgrad {layer}")
 
 
 def variants(problems: Iterable[Problem], archs: Iterable[str], *, chosen: bool = True) -> list[Variant]:

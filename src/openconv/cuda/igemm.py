@@ -12,7 +12,7 @@ from torch import Tensor
 from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
 from ..problem import DTYPE_BYTES, Problem
-from . import jit, render
+from . import fusion, jit, render
 from .channels_last import is_last, turned_inputs
 from .device import CudaDevice
 from .divide import divisor
@@ -84,6 +84,9 @@ class Igemm(Engine):
     no product has an inserted zero for a factor. Sums that are too few to fill the GPU are split, and the splits added
     up in a fixed order.
 
+    A prologue of x, other results of the epilogue and statistics of y are computed on the way: the prologue in f32,
+    where x lies in shared memory; statistics from the results there, a block's sums going to the workspace.
+
     Pieces lie along the channels. Inputs with their channels first are copied before; results are stored in either
     layout as they are. Wins wherever operations are the limit and Hopper's own instructions are not there.
     """
@@ -91,6 +94,7 @@ class Igemm(Engine):
     name = "cuda.igemm"
     device = "cuda"
     takes_epilogue = True
+    takes_fusion = True
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         if not isinstance(device, CudaDevice) or device.capability < 80:
@@ -105,6 +109,10 @@ class Igemm(Engine):
             yield f"the device is {device.arch}; {first} products are those of sm_89 and later"
         if problem.direction == "dgrad" and max(problem.stride) > _MOST_STRIDE:
             yield f"stride is {problem.stride}; wanted at most {_MOST_STRIDE} in dgrad"
+        if not problem.prologue.is_identity and problem.dtypes[0] not in ("f16", "bf16", "f32"):
+            yield f"the prologue is on {problem.dtypes[0]}; it is computed for f16, bf16 and f32"
+        if problem.is_fused and problem.result_dtype not in ("f16", "bf16", "f32"):
+            yield f"'{problem.fusion}' has results of {problem.result_dtype}; they are computed for f16, bf16 and f32"
         if problem.groups > 65535:
             yield f"groups is {problem.groups}; wanted at most 65535"
         if problem.is_empty:
@@ -148,21 +156,28 @@ class Igemm(Engine):
         name = "igemm_wgrad" if problem.direction == "wgrad" else "igemm_conv"
         follows = any(turned)
         first = Launch(main, name, device, work.grid, (knobs.threads,), work.params, work.shared, follows)
-        if not memory.bytes:
+        if not memory.bytes and not problem.epilogue.also:
             return single(first, 16)
         turns = [each.launch(device) if each else None for each in turned]
         second = None
         if knobs.splits > 1:
             grid = (ceil(prod(problem.result_shape) / (work.sum_together * 256 // work.sum_rows)),)
             second = Launch(others[0], "igemm_sum", device, grid, (256,), work.sum_params, follows=True)
-        count = len(problem.epilogue.operands)
+        third = None
+        if problem.stats:
+            grid, params = (ceil(2 * problem.k / 32),), pack(3, (), (work.tiles, problem.k))
+            third = Launch(others[0], "igemm_stats", device, grid, (1024,), params, follows=True)
+        vectors, also, count = len(problem.prologue.operands), len(problem.epilogue.also), work.pointers
         spare = (0,) * max(0, 1 - count) if problem.direction != "wgrad" else ()
 
-        def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
-            assert workspace is not None
-            a, b, result, *held = [aligned(each, 16) for each in (a, b, out, *operands)]
+        def run(
+            a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...],
+            more: tuple[Tensor, ...] = (),
+        ) -> None:  # fmt: skip
+            others, sums = (more[:also], more[also:]) if more else ((), ())
+            a, b, result, *held = [aligned(each, 16) for each in (a, b, out, *operands, *others)]
             pointers = tuple([each.data_ptr() for each in held])
-            base, to = workspace.data_ptr(), result.data_ptr()
+            base, to = workspace.data_ptr() if workspace is not None else 0, result.data_ptr()
             inputs = [a.data_ptr(), b.data_ptr()]
             for at, turn in enumerate(turns):
                 if turn is not None:
@@ -170,9 +185,15 @@ class Igemm(Engine):
                     inputs[at] = base + memory.inputs[at]
             first(*inputs, to, *pointers, *spare, base)
             if second is not None:
-                second(base, to, *pointers)
+                second(base, to, *pointers[vectors:])
+            if third is not None:
+                third(base, *[each.data_ptr() for each in sums])
             if result is not out:
                 out.copy_(result)
+            if others:
+                for given, made in zip(others, held[len(operands) :], strict=True):
+                    if made is not given:
+                        given.copy_(made)
 
         return run
 
@@ -180,13 +201,15 @@ class Igemm(Engine):
         """What :meth:`build` compiles."""
         work = _Work(problem, knobs)
         file = "igemm_wgrad.cu" if problem.direction == "wgrad" else "igemm.cu"
-        made = [jit.Source(file, _traits(problem, work.constants))]
+        made = [jit.Source(file, fusion.traits(_stored(problem), work.constants))]
         if knobs.splits > 1:
             constants: dict[str, int | bool | str] = {
                 "together": work.sum_together, "rows": work.sum_rows, "Products": work.sums,
                 "last": work.last, "filter": problem.direction == "wgrad",
             }  # fmt: skip
-            made.append(jit.Source("igemm_sum.cu", _traits(problem, constants)))
+            made.append(jit.Source("igemm_sum.cu", render.traits(_stored(problem), constants)))
+        if problem.stats:
+            made.append(jit.Source("igemm_stats.cu"))
         return made + [turn.source for turn in turned_inputs(problem) if turn]
 
 
@@ -196,10 +219,10 @@ def _dtypes(problem: Problem) -> tuple[str, str, str]:
     return problem.dtypes[first], problem.dtypes[second], problem.result_dtype
 
 
-def _traits(problem: Problem, constants: dict[str, int | bool | str]) -> str:
-    """What a kernel is compiled with. Small floats lie in memory as bytes."""
+def _stored(problem: Problem) -> Problem:
+    """The problem with small floats as the bytes that they lie in memory as."""
     x, w, y = ("u8" if name in _SMALL else name for name in problem.dtypes)
-    return render.traits(problem.with_(dtypes=(x, w, y)), constants)
+    return problem.with_(dtypes=(x, w, y))
 
 
 def _lanes(problem: Problem) -> bool:
@@ -208,10 +231,12 @@ def _lanes(problem: Problem) -> bool:
 
 
 class _Memory:
-    """The workspace: sums of splits from its first byte on, then copies of inputs."""
+    """The workspace: sums of splits, or a tile's statistics, from its first byte on, then copies of inputs."""
 
     def __init__(self, problem: Problem, knobs: Tile) -> None:
         self.bytes = 4 * knobs.splits * prod(problem.result_shape) if knobs.splits > 1 else 0
+        if problem.stats:
+            self.bytes = 8 * problem.k * ceil(problem.n * prod(problem.out) / knobs.rows)
         self.inputs = [0, 0]
         for at, turn in enumerate(turned_inputs(problem)):
             if turn:
@@ -259,7 +284,10 @@ class _Work:
     """A problem and knobs as the kernels take them."""
 
     def __init__(self, problem: Problem, knobs: Tile) -> None:
+        if knobs.splits > 1 and (problem.stats or problem.epilogue.also):
+            raise ValueError(f"splits is {knobs.splits} for '{problem.fusion}'; wanted 1: a block needs whole sums")
         self.problem, self.knobs = problem, knobs
+        self.pointers = sum(map(len, (problem.prologue.operands, problem.epilogue.operands, problem.epilogue.also)))
         self.dtype, second, _ = _dtypes(problem)
         self.size = DTYPE_BYTES[self.dtype]
         self.lanes = _lanes(problem)
@@ -300,8 +328,9 @@ class _Work:
             numbers = [v for size, s, (pad, _), d, f, out in sizes for v in (size, s, pad, d, f, *divisor(out))]
             narrow = [pixels, c, k, problem.c, problem.k, columns, knobs.splits]
             narrow += [*divisor(ceil(columns / knobs.columns)), *numbers]
-            self.params = pack(4, (prod(problem.w_shape),), narrow)
-            self.shared += 2 * knobs.depth * (16 if render.index_type(problem) == "int" else 32)
+            self.params = pack(4 + self.pointers, (prod(problem.w_shape),), narrow)
+            window_steps = 2 if problem.prologue.is_identity else knobs.stages
+            self.shared += window_steps * knobs.depth * (16 if render.index_type(problem) == "int" else 32)
             self.inner, self.phases, self.plane = columns if self.last else 1, 1, 1
         else:
             fprop = problem.direction == "fprop"
@@ -330,7 +359,8 @@ class _Work:
             for axis in axes_:
                 narrow += [*axis.numbers, *divisor(axis.count)]
             narrow += [value for axis in axes_ for taps_ in axis.taps for value in taps_]
-            pointers = 4 + max(1, len(problem.epilogue.operands))
+            self.tiles = ceil(rows / knobs.rows)
+            pointers = 4 + max(1, self.pointers)
             self.params = pack(pointers, (prod(problem.result_shape), self.plane), narrow)
         self.constants = constants
         constants["residents"] = self.residents
@@ -446,6 +476,7 @@ class _Work:
         floors = sorted((busy, cached, problem.min_bytes / (1.1 * device.bandwidth)))
         apart = 1.8e-6 + 8.0 * tile.splits * prod(problem.result_shape) / (1.6 * device.bandwidth)
         turned = sum(turn.seconds(device) for turn in turned_inputs(problem) if turn)
+        turned += 4e-6 * problem.stats
         return 5.6e-6 + floors[2] + 0.67 * floors[1] + (apart if tile.splits > 1 else 0.0) + turned
 
 
@@ -493,7 +524,9 @@ def _shares(problem: Problem, tile: Tile) -> bool:
 
 
 def _split(problem: Problem, tile: Tile, work: _Work, device: CudaDevice) -> Iterator[Tile]:
-    """Splits that fill the GPU once or twice over, while each has some steps."""
+    """Splits that fill the GPU once or twice over, while each has some steps. None where blocks need whole sums."""
+    if problem.stats or problem.epilogue.also:
+        return
     slots = device.threads * work.residents
     found: set[int] = set()
     for waves in (1, 2):

@@ -112,7 +112,7 @@ def search(problem: Problem, device: Device, policy: Policy) -> list[Candidate]:
     measure. Of each engine the default knobs come before others of the same prediction."""
     found: list[Candidate] = []
     for engine in engines(device.kind):
-        if next(engine.refusals(problem, device), None):
+        if next(_refusals(engine, problem, device), None):
             continue
         texts: set[str] = set()
         for candidate, broken in _settings(engine, problem, device, policy):
@@ -149,6 +149,13 @@ def _settings(
         yield candidate, tuple(_broken(traits, workspace, policy))
 
 
+def _refusals(engine: Engine, problem: Problem, device: Device) -> Iterator[str]:
+    """The engine's own, behind that of an engine which computes no more than a pass and its epilogue."""
+    if problem.is_fused and not engine.takes_fusion:
+        yield f"'{problem.fusion}' is fused; it computes neither a prologue nor other results than one"
+    yield from engine.refusals(problem, device)
+
+
 def _admit(
     engine: Engine, problem: Problem, device: Device, policy: Policy, known: Known | None
 ) -> Candidate | Refusal:
@@ -157,7 +164,7 @@ def _admit(
     Knobs that were measured come first. Of the others the default is taken if it fits, so that a choice without limits
     costs O(1), else the cheapest.
     """
-    reasons = tuple(engine.refusals(problem, device))
+    reasons = tuple(_refusals(engine, problem, device))
     if reasons:
         return Refusal(engine, reasons)
     if known is not None and (measured := _measured(engine, problem, device, policy, known)):

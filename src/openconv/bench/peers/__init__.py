@@ -57,6 +57,8 @@ def peer_named(name: str) -> Peer:
 def default_peers(problem: Problem, device: torch.device) -> tuple[Peer, ...]:
     """All peers that take the problem, except torch_compile where there is nothing to fuse: it would run torch's own
     kernel, and compiling thousands of plain convolutions takes hours."""
+    if problem.is_fused:  # none computes a prologue, or several results
+        return ()
     plain = problem.epilogue.is_identity
     return tuple(
         peer for peer in PEERS if not (plain and isinstance(peer, TorchCompile)) and not peer.refusal(problem, device)

@@ -14,7 +14,10 @@
 //
 // Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then `Windows`.
 //
-// Results have their channels last, or the image's pixels, which they leave shared memory along.
+// Results have their channels last, or the image's pixels, which they leave shared memory along. Other results of the
+// epilogue go the same way before; then the results in shared memory are added up for statistics, a tile's to `parts`.
+//
+// A prologue is computed in shared memory: by the thread that brought a piece, where the piece is inside of the image.
 //
 // `masked`, the usual case: pieces are vectors, a tap has at least a step of channels and there are at most 32 taps, so
 // that the next step belongs to the same tap or to the next one, and a bit says whether that is inside.
@@ -22,7 +25,7 @@
 // Traits: rank, masked, last (channels, in the result), follows (another kernel, that made an input), pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents, products (of
 // tf32 for one of f32; 0: on CUDA cores), Factors (types that are multiplied), along (the filter lies along the depth), a_vector, b_vector (elements that lie side by side
 // and aligned), together (results likewise), phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for
-// igemm_sum), early (what follows the sums reads no tensors, and channels in pairs).
+// igemm_sum), early (what follows the sums reads no tensors, and channels in pairs), stats, Prologue, Also.
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
@@ -65,6 +68,8 @@ struct Axis {
 struct Taps {
     int first, count, offset;  // of a phase: its first tap of the filter, how many, and where the first reads
 };
+constexpr int first_operand = Traits::Prologue::count, first_other = first_operand + Traits::Epilogue::count;
+constexpr int pointers = first_other + Traits::Also::count;
 constexpr int phase_counts[3] = {Traits::phases_0, Traits::phases_1, Traits::phases_2};
 constexpr int all_taps = phase_counts[0] + (rank > 1 ? phase_counts[1] : 0) + (rank > 2 ? phase_counts[2] : 0);
 
@@ -72,7 +77,8 @@ struct Params {
     const T* image;
     const Traits::B* filter;
     Traits::Out* out;
-    const void* operands[Traits::Epilogue::count ? Traits::Epilogue::count : 1];
+    // Of prologue and epilogue, then where other results go; `parts` are sums of splits, or of statistics.
+    void* operands[pointers ? pointers : 1];
     Sum* parts;
     i64 results;                 // elements of the result
     i64 plane;                   // pixels of an image of the result
@@ -228,7 +234,7 @@ struct Depth {
 // What a thread brings of each step: a column of pieces of the image, and one of the filter.
 struct Copies {
     static constexpr int count = a_count + b_count, batches = (count + 3) / 4;
-    static constexpr bool prepares = false;
+    static constexpr bool prepares = false, changes = false;
     using Place = Window;
 
     const Params& p;
@@ -328,6 +334,49 @@ struct Copies {
     }
 };
 
+// With a prologue, which changes a step when `stages` - 1 further ones are asked for; `at` is its place in the depth.
+struct Changed : Copies {
+    static constexpr bool changes = true;
+
+    int first_channel;
+    Depth at;
+    u32 at_tap;
+
+    __device__ __forceinline__ Changed(const Windows& windows, int first_n, int group, int begin, int steps,
+                                       const Phase& phase, const Params& p)
+        : Copies(windows, first_n, group, begin, steps, phase, p),
+          first_channel(group * p.channels),
+          at(depth),
+          at_tap(tap) {}
+
+    template <int Asked>
+    __device__ __forceinline__ void change(char* tiles) {
+        if (steps + Asked <= 0) return;  // `steps` are left behind those that are asked for
+        if constexpr (Traits::masked) {
+            Traits::Prologue::Vectors<per_piece> vectors;
+            vectors.read(p.operands, first_channel + at.channel);
+#pragma unroll
+            for (int i = 0; i < a_count; ++i)
+                igemm::change<T, Traits::Sum>(tiles + ATile::place<a_rows>(a_row, a_piece, i), vectors,
+                                              (windows.window[a_row + i * a_rows].taps & at_tap) != 0);
+            at_tap <<= at.advance(BK, phase, p);
+        } else {
+            Depth part = at;
+#pragma unroll 1
+            for (int v = 0; v < per_piece; v += Traits::a_vector) {
+                Traits::Prologue::Vectors<Traits::a_vector> vectors;
+                vectors.read(p.operands, first_channel + part.channel);
+#pragma unroll
+                for (int i = 0; i < a_count; ++i)
+                    igemm::change<T, Traits::Sum>(tiles + ATile::place<a_rows>(a_row, a_piece, i) + v * int(sizeof(T)),
+                                                  vectors, part.inside(a_row + i * a_rows, windows, phase, p));
+                part.advance(Traits::a_vector, phase, p);
+            }
+            for (int rest = BK; rest > 0; rest -= Traits::a_vector) at.advance(min(rest, Traits::a_vector), phase, p);
+        }
+    }
+};
+
 // Where results go: vectors along the channels of a pixel, or along the pixels of a channel.
 struct Finished {
     const Windows& windows;
@@ -344,16 +393,32 @@ struct Finished {
     template <int Count>
     __device__ __forceinline__ void rows(int row, int apart, int column,
                                          const Pack<Traits::Out, V> (&held)[Count]) const {
+        write(p.out, row, apart, column, held);
+    }
+    template <int Count>
+    __device__ __forceinline__ void write(Traits::Out* to, int row, int apart, int column,
+                                          const Pack<Traits::Out, V> (&held)[Count]) const {
         Index at[Count];
 #pragma unroll
         for (int i = 0; i < Count; ++i) at[i] = place(row + i * apart, column);
 #pragma unroll
         for (int i = 0; i < Count; ++i)
-            if (at[i] >= 0) store(p.out + at[i], held[i]);
+            if (at[i] >= 0) store(to + at[i], held[i]);
+    }
+};
+template <int At>
+struct Other : Finished {
+    __device__ __forceinline__ explicit Other(const Finished& base) : Finished(base) {}
+
+    template <int Count>
+    __device__ __forceinline__ void rows(int row, int apart, int column,
+                                         const Pack<Traits::Out, V> (&held)[Count]) const {
+        write(static_cast<Traits::Out*>(p.operands[first_other + At]), row, apart, column, held);
     }
 };
 struct Unfinished : Finished {
     int split;
+    Sum* sums;  // in shared memory; statistics read what becomes of them there
 
     template <int Count>
     __device__ __forceinline__ void rows(int row, int apart, int column, const Pack<Sum, V> (&held)[Count]) const {
@@ -373,16 +438,112 @@ struct Unfinished : Finished {
                 for (int k = 0; k < V; ++k) value[k] = Traits::Sum(held[i].value[k]);
                 const bool there = at[i] >= 0;
                 const int channel = first_channel + (last ? column : row + i * apart);
-                Traits::Epilogue::apply<V, last>(value, p.operands, there ? channel : 0, there ? at[i] : Index(0));
+                Traits::Epilogue::apply<V, last>(value, p.operands + first_operand, there ? channel : 0,
+                                                 there ? at[i] : Index(0));
 #pragma unroll
                 for (int k = 0; k < V; ++k) result[i].value[k] = Traits::Out(value[k]);
             }
 #pragma unroll
             for (int i = 0; i < Count; ++i)
                 if (at[i] >= 0) store(p.out + at[i], result[i]);
+            if constexpr (Traits::stats)
+#pragma unroll
+                for (int i = 0; i < Count; ++i) {
+                    Pack<Sum, V> seen;
+#pragma unroll
+                    for (int k = 0; k < V; ++k) seen.value[k] = Sum(result[i].value[k]);
+                    if (at[i] >= 0) store(sums + (row + i * apart) * pitch + column, seen);
+                }
+            others<0>(row, apart, column, held, at);
+        }
+    }
+
+    template <int At, int Count>
+    __device__ __forceinline__ void others(int row, int apart, int column, const Pack<Sum, V> (&held)[Count],
+                                           const Index (&at)[Count]) const {
+        if constexpr (At < Traits::Also::count) {
+#pragma unroll
+            for (int i = 0; i < Count; ++i) {
+                if (at[i] < 0) continue;
+                Traits::Sum value[V];
+#pragma unroll
+                for (int k = 0; k < V; ++k) value[k] = Traits::Sum(held[i].value[k]);
+                Traits::Also::apply<At, V, last>(value, p.operands + first_operand,
+                                                 first_channel + (last ? column : row + i * apart), at[i]);
+                Pack<Traits::Out, V> result;
+#pragma unroll
+                for (int k = 0; k < V; ++k) result.value[k] = Traits::Out(value[k]);
+                store(static_cast<Traits::Out*>(p.operands[first_other + At]) + at[i], result);
+            }
+            others<At + 1>(row, apart, column, held, at);
         }
     }
 };
+
+// Early: the sums as results in shared memory. `apply` is the epilogue of two of them.
+template <class Apply>
+__device__ __forceinline__ void finish(const Products& products, Traits::Out* results, int first_n, int first_channel,
+                                       const Params& p, const Apply& apply) {
+    products.store<!last>(results, pitch, [&](const Sum(&pair)[2], int n) {
+        Traits::Sum value[2] = {Traits::Sum(pair[0]), Traits::Sum(pair[1])};
+        const int channel = min(n, p.results_each - first_n - 2);  // a channel that is there, for one that is not
+        apply(value, first_channel + channel);
+        return Pack<Traits::Out, 2>{Traits::Out(value[0]), Traits::Out(value[1])};
+    });
+    __syncthreads();
+}
+
+// Early: all results but the last, one after the other through the same memory.
+template <int At>
+__device__ __forceinline__ void other_results(const Products& products, Traits::Out* results, int first_n,
+                                              const Finished& finished) {
+    if constexpr (At < Traits::Also::count) {
+        const Params& p = finished.p;
+        finish(products, results, first_n, finished.first_channel, p, [&](Traits::Sum(&value)[2], int channel) {
+            Traits::Also::apply<At, 2, true>(value, p.operands + first_operand, channel, Index(0));
+        });
+        igemm::leave<last ? BM : BN, last ? BN : BM, V, threads>(results, pitch, Other<At>(finished));
+        __syncthreads();
+        other_results<At + 1>(products, results, first_n, finished);
+    }
+}
+
+// The sum and the sum of squares of a block's channels over its first `count` pixels, from results in shared memory.
+// Threads share the pixels of a channel, and what they have is added up in the order of the threads.
+template <class Value>
+__device__ __forceinline__ void statistics(Value* results, int count, int channels, float* to) {
+    constexpr int columns = BN < threads ? BN : threads, shares = threads / columns, turns = BN / columns;
+    static_assert(columns * turns == BN && columns * shares == threads && BM % shares == 0, "threads share evenly");
+    using Pair = Pack<float, 2>;
+    const int first = threadIdx.x % columns, share = threadIdx.x / columns;
+    Pair sum[turns] = {};
+#pragma unroll
+    for (int turn = 0; turn < turns; ++turn) {
+        const int n = first + turn * columns;
+#pragma unroll 8
+        for (int i = share; i < BM; i += shares) {
+            // Rows of pixels are four or eight words more than a multiple of 32 apart: starting a word further in each,
+            // threads read different banks.
+            const int m = last ? i : (i + n * (4 / int(sizeof(Value)))) % BM;
+            const float value = m < count ? float(results[last ? m * pitch + n : n * pitch + m]) : 0.0f;
+            sum[turn].value[0] += value;
+            sum[turn].value[1] += value * value;
+        }
+    }
+    __syncthreads();
+    Pair* const met = reinterpret_cast<Pair*>(results);
+#pragma unroll
+    for (int turn = 0; turn < turns; ++turn) met[share * BN + first + turn * columns] = sum[turn];
+    __syncthreads();
+    for (int n = threadIdx.x; n < min(BN, channels); n += threads) {
+        Pair total = met[n];
+#pragma unroll
+        for (int other = 1; other < shares; ++other)
+#pragma unroll
+            for (int k = 0; k < 2; ++k) total.value[k] += met[other * BN + n].value[k];
+        store(to + 2 * n, total);
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(threads, Traits::residents)
 igemm_conv(const __grid_constant__ Params p) {
@@ -390,7 +551,7 @@ igemm_conv(const __grid_constant__ Params p) {
     char* const ring = reinterpret_cast<char*>(memory);
     Windows& windows = *reinterpret_cast<Windows*>(memory + ring_bytes);
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    if constexpr (Traits::parted) let_next_start();
+    if constexpr (Traits::parted || Traits::stats) let_next_start();
     if constexpr (Traits::follows) wait_for_previous();
 
     // Place.
@@ -405,32 +566,38 @@ igemm_conv(const __grid_constant__ Params p) {
     __syncthreads();  // `Copies` looks at them
 
     // Load and compute.
-    Copies copies(windows, first_n, group, begin, end - begin, phase, p);
+    using Bringing = igemm::If<Traits::Prologue::there, Changed, Copies>::type;
+    Bringing copies(windows, first_n, group, begin, end - begin, phase, p);
     Products products(warp % Traits::warps_m * MT * 16, warp / Traits::warps_m * NT * 16, lane);
     igemm::steps<stages, slices>(products, copies, ring, stage_bytes, end - begin);
     if constexpr (Traits::products == 3)
-        igemm::mend<slices, igemm::Warp<T, ATile, BTile, MT, NT, Sum, 3, true>>(
-            products, ring, end - begin, [&] { return Copies(windows, first_n, group, begin, end - begin, phase, p); });
+        igemm::mend<slices, igemm::Warp<T, ATile, BTile, MT, NT, Sum, 3, true>>(products, ring, end - begin, [&] {
+            return Bringing(windows, first_n, group, begin, end - begin, phase, p);
+        });
 
     // Store: through shared memory, so that a row's results leave side by side. What follows the sums is computed in
     // front of that, or behind it where it reads tensors.
     const int first_channel = group * p.results_each + first_n;
+    const int pixels = min(BM, p.rows - first_m), channels = p.results_each - first_n;
+    float* const to = reinterpret_cast<float*>(p.parts) + (i64(tile_m) * p.out_pixel + first_channel) * 2;
     if constexpr (Traits::early) {
         Traits::Out* const results = reinterpret_cast<Traits::Out*>(ring);
-        products.store<!last>(results, pitch, [&](const Sum(&pair)[2], int n) {
-            Traits::Sum value[2] = {Traits::Sum(pair[0]), Traits::Sum(pair[1])};
-            const int channel = min(n, p.results_each - first_n - 2);  // a channel that is there, for one that is not
-            Traits::Epilogue::apply<2, true>(value, p.operands, first_channel + channel, Index(0));
-            return Pack<Traits::Out, 2>{Traits::Out(value[0]), Traits::Out(value[1])};
+        const Finished finished{windows, p, channels, first_channel};
+        other_results<0>(products, results, first_n, finished);
+        finish(products, results, first_n, first_channel, p, [&](Traits::Sum(&value)[2], int channel) {
+            Traits::Epilogue::apply<2, true>(value, p.operands + first_operand, channel, Index(0));
         });
-        __syncthreads();
-        igemm::leave<last ? BM : BN, last ? BN : BM, V, threads>(
-            results, pitch, Finished{windows, p, p.results_each - first_n, first_channel});
+        igemm::leave<last ? BM : BN, last ? BN : BM, V, threads>(results, pitch, finished);
+        if constexpr (Traits::stats) statistics(results, pixels, channels, to);
     } else {
         Sum* const sums = reinterpret_cast<Sum*>(ring);
         products.store<!last>(sums, pitch, [](const Sum(&pair)[2], int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
         __syncthreads();
         igemm::leave<last ? BM : BN, last ? BN : BM, V, threads>(
-            sums, pitch, Unfinished{{windows, p, p.results_each - first_n, first_channel}, split});
+            sums, pitch, Unfinished{{windows, p, channels, first_channel}, split, sums});
+        if constexpr (Traits::stats) {
+            __syncthreads();
+            statistics(sums, pixels, channels, to);
+        }
     }
 }

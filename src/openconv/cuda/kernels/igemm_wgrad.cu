@@ -8,18 +8,22 @@
 //
 // The pixels are shared between `splits` blocks, whose sums igemm_sum adds up in a fixed order.
 //
+// A prologue is computed in shared memory: by the thread that brought a piece of x, where it is inside of the image.
+//
 // Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then the windows of two
-// steps' pixels.
+// steps' pixels, or of `stages` steps' with a prologue, which needs them once more when the copies have arrived.
 //
 // Traits: rank, last (channels, in dw), follows (another kernel, that made an input), filters, columns, depth (pixels of a step), warps_m, warps_n, stages, residents, products (of tf32 for
-// one of f32; 0: on CUDA cores), Factors (types that are multiplied), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise), parted
-// (sums go to `parts`).
+// one of f32; 0: on CUDA cores), Factors (types that are multiplied), a_vector, b_vector (elements that lie side by side
+// and aligned), together (results likewise), parted (sums go to `parts`), Prologue.
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
+#include "common/epilogue.cuh"
 #include "common/follow.cuh"
 #include "common/igemm.cuh"
 #include "common/igemm_lanes.cuh"
+#include "common/pointwise.cuh"
 #include "common/shared.cuh"
 #include "traits"
 
@@ -39,6 +43,7 @@ constexpr int ring_bytes = stages * stage_bytes > BM * pitch * 4 ? stages * stag
 constexpr int a_rows = threads / ATile::pieces, a_count = BK / a_rows;  // rows apart, pieces of a thread
 constexpr int b_rows = threads / BTile::pieces, b_count = BK / b_rows;
 constexpr int b_parts = per_piece / Traits::b_vector;
+constexpr int window_steps = Traits::Prologue::there ? stages : 2;
 static_assert(MT * Traits::warps_m * 16 == BM && NT * Traits::warps_n * 16 == BN, "warps share the tile evenly");
 static_assert(BK <= threads, "a thread prepares one pixel of a step");
 static_assert(a_count * a_rows == BK && b_count * b_rows == BK, "threads share the copies evenly");
@@ -52,7 +57,8 @@ struct Params {
     const T* image;
     const Traits::B* gradient;
     Traits::Out* out;
-    Sum* parts;
+    // The prologue's vectors, then `parts`.
+    void* pointers[Traits::Prologue::count + 1];
     i64 results;                      // elements of dw
     int pixels;                       // of y, in all images
     int channels, filters;            // of a group
@@ -73,11 +79,11 @@ struct alignas(16) Window {
 // where vectors are short.
 struct Copies {
     static constexpr int count = a_count + b_count, batches = (count + 3) / 4;
-    static constexpr bool prepares = true;
+    static constexpr bool prepares = true, changes = false;
     using Place = Window;
 
     const Params& p;
-    Window (*windows)[BK];  // of the pixels of a step, of two steps in turn
+    Window (*windows)[BK];  // of the pixels of a step, of some steps in turn
     int a_piece, a_row, b_piece, b_row;
     int first, step, steps;     // the first pixel of all steps; the step that is asked for next, and how many there are
     int k;                      // the first filter of the piece
@@ -122,7 +128,7 @@ struct Copies {
             int rest = first + step * BK + row;
             const bool there = step < steps && rest < p.pixels;
             rest = there ? rest : 0;
-            Window& window = windows[step % 2][row];
+            Window& window = windows[step % window_steps][row];
             Index base = 0, size = p.image_pixel;
 #pragma unroll
             for (int j = rank - 1; j >= 0; --j) {
@@ -136,7 +142,7 @@ struct Copies {
     }
 
     __device__ __forceinline__ Window from(int i) const {
-        return i < a_count ? Window{} : windows[step % 2][b_row + (i - a_count) * b_rows];
+        return i < a_count ? Window{} : windows[step % window_steps][b_row + (i - a_count) * b_rows];
     }
 
     __device__ __forceinline__ void copy(char* tiles, int i, const Window& window) const {
@@ -149,6 +155,14 @@ struct Copies {
     __device__ __forceinline__ void end() {
         ++step;
         gradient_from += Index(BK) * p.gradient_pixel;
+    }
+
+  protected:
+    __device__ __forceinline__ bool inside(const Window& window, int part) const {
+        bool found = true;
+#pragma unroll
+        for (int j = 0; j < rank; ++j) found &= unsigned(window.at[j] + offset[part][j]) < unsigned(p.axis[j].in);
+        return found;
     }
 
   private:
@@ -164,11 +178,42 @@ struct Copies {
     __device__ __forceinline__ void image(char* to, const Window& window) const {
 #pragma unroll
         for (int part = 0; part < b_parts; ++part) {
-            bool inside = true;
-#pragma unroll
-            for (int j = 0; j < rank; ++j) inside &= unsigned(window.at[j] + offset[part][j]) < unsigned(p.axis[j].in);
             igemm::bring<Traits::b_vector>(to + part * Traits::b_vector * int(sizeof(T)),
-                                           p.image + (window.base + delta[part]), inside);
+                                           p.image + (window.base + delta[part]), inside(window, part));
+        }
+    }
+};
+
+// With a prologue, which changes a step when `stages` - 1 further ones are asked for. A thread's channels stay the same.
+struct Changed : Copies {
+    static constexpr bool changes = true;
+
+    int group_channel, first_channel;  // the group's first one, and in the group that of the thread's first column
+
+    __device__ __forceinline__ Changed(Window (*windows)[BK], int first_m, int first_n, int group, int begin, int steps,
+                                       const Params& p)
+        : Copies(windows, first_m, first_n, group, begin, steps, p),
+          group_channel(group * p.channels),
+          first_channel((first_n + b_piece * per_piece) % p.channels) {}
+
+    template <int Asked>
+    __device__ __forceinline__ void change(char* tiles) {
+        const int changed = step - Asked;
+        if (changed >= steps) return;
+        const Window* const seen = windows[changed % window_steps];
+        int channel = first_channel;
+#pragma unroll
+        for (int part = 0; part < b_parts; ++part) {
+            Traits::Prologue::Vectors<Traits::b_vector> vectors;
+            vectors.read(p.pointers, group_channel + channel);
+            channel += Traits::b_vector;
+            channel = channel < p.channels ? channel : 0;  // a tap further
+#pragma unroll
+            for (int i = 0; i < b_count; ++i)
+                if (inside(seen[b_row + i * b_rows], part))  // a branch: registers are short
+                    igemm::change<T, Traits::Sum>(tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i) +
+                                                      part * Traits::b_vector * int(sizeof(T)),
+                                                  vectors, true);
         }
     }
 };
@@ -190,7 +235,7 @@ struct Results {
                 Traits::parted || Traits::last ? n : n % p.channels * (p.columns / p.channels) + n / p.channels;
             const i64 at = first + i64(row + i * apart) * p.columns + place;
             if constexpr (Traits::parted) {
-                store(p.parts + split * p.results + at, held[i]);
+                store(static_cast<Sum*>(p.pointers[Traits::Prologue::count]) + split * p.results + at, held[i]);
             } else {
                 Pack<Traits::Out, V> result;
 #pragma unroll
@@ -217,13 +262,15 @@ igemm_wgrad(const __grid_constant__ Params p) {
     const int begin = int(i64(all_steps) * split / p.splits), end = int(i64(all_steps) * (split + 1) / p.splits);
 
     // Load and compute.
-    Copies copies(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), first_m, first_n, group, begin, end - begin, p);
+    using Bringing = igemm::If<Traits::Prologue::there, Changed, Copies>::type;
+    Bringing copies(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), first_m, first_n, group, begin, end - begin,
+                    p);
     Products products(warp % Traits::warps_m * MT * 16, warp / Traits::warps_m * NT * 16, lane);
     igemm::steps<stages, slices>(products, copies, ring, stage_bytes, end - begin);
     if constexpr (Traits::products == 3)
         igemm::mend<slices, igemm::Warp<T, ATile, BTile, MT, NT, Sum, 3, true>>(products, ring, end - begin, [&] {
-            return Copies(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), first_m, first_n, group, begin,
-                          end - begin, p);
+            return Bringing(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), first_m, first_n, group, begin,
+                            end - begin, p);
         });
 
     // Store: through shared memory, so that a row's results leave side by side.

@@ -15,13 +15,13 @@
 
 namespace igemm {
 
-template <bool First, class A, class B>
-struct Choose {
-    using type = A;
+template <bool Which, class Yes, class No>
+struct If {
+    using type = Yes;
 };
-template <class A, class B>
-struct Choose<false, A, B> {
-    using type = B;
+template <class Yes, class No>
+struct If<false, Yes, No> {
+    using type = No;
 };
 
 constexpr int piece_bytes = 16;
@@ -123,7 +123,7 @@ struct Warp {
     static constexpr int rows = MT;
     static constexpr bool rounds = sizeof(T) == 4;
     template <class Tile>
-    using ValuesOf = typename Choose<Tile::by_value, typename Tile::Values, typename Tile::Nothing>::type;
+    using ValuesOf = typename If<Tile::by_value, typename Tile::Values, typename Tile::Nothing>::type;
 
     Sum sum[MT][2 * NT][4];
     u32 a[MT][4], b[2][NT][4];  // operands of a slice, 32 bytes of the depth; of B also those of the next one
@@ -271,7 +271,9 @@ __device__ __forceinline__ void leave(const Value* from, int pitch, const Take& 
 //
 // `copies` knows what a thread brings of a step: `Copies::count` pieces, each of which it looks up (`from`) and asks for
 // (`copy`) a few products later; `end` goes on to the next step, or to nothing behind the last of them. Before that, with
-// a barrier in between, all threads `prepare` what they share of a step, if `Copies::prepares`.
+// a barrier in between, all threads `prepare` what they share of a step, if `Copies::prepares`. If `Copies::changes`, a
+// thread may `change` what it brought of a step, once that is there and before others see it; as many steps are asked for
+// by then, that one included, as `change` is told.
 //
 // A warp goes through the rows of a slice. Behind a row's products it reads what that row multiplies in the next slice,
 // so that reading and multiplying alternate. Copies come in batches: ptxas puts three idle reads before each that follows
@@ -295,6 +297,7 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
     }
     if constexpr (Copies::prepares) copies.prepare(Stages - 1);
     tensor::wait<Stages - 2>();
+    if constexpr (Copies::changes) copies.template change<Stages - 1>(ring);
     __syncthreads();
     products.read_b(ring, 0);
 #pragma unroll
@@ -325,6 +328,7 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
                     copies.end();
                     tensor::commit();
                     tensor::wait<Stages - 2>();
+                    if constexpr (Copies::changes) copies.template change<Stages - 1>(ring + reading * stage_bytes);
                     __syncthreads();
                     products.read_b(next, 0);
 #pragma unroll
@@ -357,6 +361,7 @@ __device__ __forceinline__ void plain_steps(Products& products, Copies& copies, 
         copies.end();
         tensor::commit();
         tensor::wait<0>();
+        if constexpr (Copies::changes) copies.template change<1>(ring);
         __syncthreads();
 #pragma unroll
         for (int slice = 0; slice < Slices; ++slice) {
@@ -400,6 +405,33 @@ __device__ __forceinline__ void bring(void* to, const T* from, bool inside) {
         T none = {};
         *static_cast<Pack<T, Count>*>(to) = inside ? load<Count>(from) : Pack<T, Count>{none};
     }
+}
+
+// N values of a prologue's vector, f32, from a multiple of N on.
+template <int N, class Sum>
+__device__ __forceinline__ void read_vector(Sum (&value)[N], const void* vector, int first) {
+    constexpr int together = N < 4 ? N : 4;
+#pragma unroll
+    for (int i = 0; i < N; i += together) {
+        const auto some = load<together>(static_cast<const float*>(vector) + (first + i));
+#pragma unroll
+        for (int k = 0; k < together; ++k) value[i + k] = some.value[k];
+    }
+}
+
+// N elements in shared memory, replaced by what a prologue makes of them if they are `inside` of the image; others are
+// zeros and stay so. Without a branch, so that the next ones can be read before these are written.
+template <class T, class Sum, int N, template <int> class Vectors>
+__device__ __forceinline__ void change(char* at, const Vectors<N>& vectors, bool inside) {
+    T* const place = reinterpret_cast<T*>(at);
+    Pack<T, N> held = load<N>(place);
+    Sum value[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) value[k] = Sum(held.value[k]);
+    vectors.apply(value);
+#pragma unroll
+    for (int k = 0; k < N; ++k) held.value[k] = T(inside ? value[k] : Sum(0));
+    store(place, held);
 }
 
 }  // namespace igemm
