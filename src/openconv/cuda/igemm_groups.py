@@ -359,19 +359,18 @@ def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
 
 def _shapes(problem: Problem, rows: int, columns: int) -> set[tuple[int, int, int]]:
     """Tiles: images, rows and columns, which the image has about a whole number of times."""
-    highs = {ceil(rows / ceil(rows / most)) for most in (1, 2, 4, 8, 14, 16)}
+    highs = {ceil(rows / ceil(rows / most)) for most in (2, 4, 8, 14)}
     wides = {ceil(columns / parts) for parts in range(1, ceil(columns / 14) + 1)}
     shapes = {(1, high, wide) for high in highs for wide in wides if wide <= 64}
     if columns <= 32:
-        shapes |= {(images, high, columns) for high in highs for images in (2, 4, 8, 16) if images <= problem.n}
+        shapes |= {(images, high, columns) for high in highs for images in (2, 4, 8) if images <= problem.n}
     return shapes
 
 
 def _shares(images: int, high: int, wide: int) -> set[tuple[int, int]]:
     """Rows of a strip, and warps that share the strips of a tile."""
     across, found = ceil(images * wide / 16), set()
-    for parts in (1, 2, 4):
+    for parts in (1, 2):
         if high % parts == 0:
-            strips = across * parts
-            found |= {(high // parts, warps) for warps in (1, 2, 4, strips) if warps <= strips}
+            found |= {(high // parts, warps) for warps in (1, 2, 4) if warps <= across * parts}
     return found
