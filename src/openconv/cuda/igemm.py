@@ -501,6 +501,8 @@ def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
                 if not _shares(problem, tile):
                     continue
                 work = _Work(problem, tile)
+                if depth == 128 and not work.whole:  # long to compile
+                    continue
                 if work.shared > min(_SHARED, device.shared_bytes) or (work.registers > 240 and not work.large):
                     continue
                 if not work.unrolls:

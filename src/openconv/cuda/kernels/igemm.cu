@@ -192,7 +192,7 @@ struct Depth {
         for (int i = 0; i < rank; ++i) found = found * phase.taps[i].count + j[i];
         return found;
     }
-    // Whether the tap is the next one; not further than that. Without branches: products go on all around.
+    // Whether the tap is the next one; not further than that, at most `span`. Without branches: products go on all around.
     __device__ __forceinline__ bool advance(int by, const Phase& phase, const Params& p) {
         channel += by;
         away += by;
@@ -220,6 +220,10 @@ struct Depth {
         filter_tap += carries ? taps * p.axis[0].filter_step : 0;
         return wraps;
     }
+    __device__ __forceinline__ void advance_far(int by, const Phase& phase, const Params& p) {
+#pragma unroll 1
+        for (; by > 0; by -= p.span) advance(min(by, p.span), phase, p);
+    }
     __device__ __forceinline__ bool inside(const Phase& phase) const { return j[0] < phase.taps[0].count; }
     __device__ __forceinline__ bool inside(int row, const Windows& windows, const Phase& phase, const Params& p) const {
         bool found = inside(phase);
@@ -231,9 +235,11 @@ struct Depth {
     }
 };
 
-// What a thread brings of each step: a column of pieces of the image, and one of the filter.
+// What a thread brings of each step: a column of pieces of the image, and one of the filter. Pieces of the image that are
+// not `masked` are brought vector by vector, each for all of the thread's pixels: its place in the depth is theirs.
 struct Copies {
-    static constexpr int count = a_count + b_count, batches = (count + 3) / 4;
+    static constexpr int of_image = Traits::masked ? a_count : per_piece / Traits::a_vector;
+    static constexpr int count = of_image + b_count, batches = (count + 3) / 4;
     static constexpr bool prepares = false, changes = false;
     using Place = Window;
 
@@ -241,8 +247,8 @@ struct Copies {
     const Phase& phase;
     const Windows& windows;
     int a_row, a_piece, b_row, b_piece;
-    int steps;  // that are left
-    Depth depth;
+    int steps;          // that are left
+    Depth depth, part;  // of the piece, and of the vector that comes next where they are brought one by one
     u32 tap;            // masked: a bit for the tap that the depth is at, 0 behind the last step
     int filter_left;    // along: elements of a filter from the piece on
     int results_left;   // along: filters from the first one on; across: channels of the result from the piece on
@@ -258,7 +264,8 @@ struct Copies {
           b_row(threadIdx.x / BTile::pieces),
           b_piece(threadIdx.x % BTile::pieces),
           steps(steps),
-          depth(begin * BK + a_piece * per_piece, phase, p) {
+          depth(begin * BK + a_piece * per_piece, phase, p),
+          part(depth) {
         tap = steps > 0 ? 1u << (depth.tap(phase) & 31) : 0;
         if constexpr (Traits::along) {
             const int at = begin * BK + b_piece * per_piece;
@@ -272,22 +279,25 @@ struct Copies {
     }
 
     __device__ __forceinline__ Window from(int i) const {
-        return i < a_count ? windows.window[a_row + i * a_rows] : Window{};
+        return Traits::masked && i < a_count ? windows.window[a_row + i * a_rows] : Window{};
     }
 
-    __device__ __forceinline__ void copy(char* tiles, int i, const Window& window) const {
-        if (i < a_count)
-            image(tiles + ATile::place<a_rows>(a_row, a_piece, i), a_row + i * a_rows, window);
+    __device__ __forceinline__ void copy(char* tiles, int i, const Window& window) {
+        if (i >= of_image)
+            filter(tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i - of_image), i - of_image);
+        else if constexpr (Traits::masked)
+            image(tiles + ATile::place<a_rows>(a_row, a_piece, i), window);
         else
-            filter(tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i - a_count), i - a_count);
+            vectors(tiles, i * Traits::a_vector);
     }
 
     __device__ __forceinline__ void end() {
         if constexpr (Traits::masked) {
             tap <<= depth.advance(BK, phase, p);
         } else {
-            for (int left = BK; left > 0; left -= Traits::a_vector)
-                depth.advance(min(left, Traits::a_vector), phase, p);
+            // `part` is a piece further already.
+            part.advance_far(BK - per_piece, phase, p);
+            depth = part;
         }
         if constexpr (Traits::along) {
             filter_left -= BK;
@@ -299,19 +309,21 @@ struct Copies {
     }
 
   private:
-    __device__ __forceinline__ void image(char* to, int row, const Window& window) const {
-        if constexpr (Traits::masked) {
-            const bool inside = (window.taps & tap) != 0 && (Traits::along || depth.channel < p.channels);
-            igemm::bring<per_piece>(to, p.image + (window.base + depth.away), inside);
-        } else {  // vectors of a piece may belong to different taps
-            Depth part = depth;
+    __device__ __forceinline__ void image(char* to, const Window& window) const {
+        const bool inside = (window.taps & tap) != 0 && (Traits::along || depth.channel < p.channels);
+        igemm::bring<per_piece>(to, p.image + (window.base + depth.away), inside);
+    }
+
+    __device__ __forceinline__ void vectors(char* tiles, int v) {
+        const bool there = steps > 0 && part.channel < p.channels;
 #pragma unroll
-            for (int v = 0; v < per_piece; v += Traits::a_vector) {
-                const bool inside = steps > 0 && part.channel < p.channels && part.inside(row, windows, phase, p);
-                igemm::bring<Traits::a_vector>(to + v * int(sizeof(T)), p.image + (window.base + part.away), inside);
-                part.advance(Traits::a_vector, phase, p);
-            }
+        for (int i = 0; i < a_count; ++i) {
+            const int row = a_row + i * a_rows;
+            const bool inside = there && part.inside(row, windows, phase, p);
+            igemm::bring<Traits::a_vector>(tiles + ATile::place<a_rows>(a_row, a_piece, i) + v * int(sizeof(T)),
+                                           p.image + (windows.window[row].base + part.away), inside);
         }
+        part.advance(Traits::a_vector, phase, p);
     }
 
     __device__ __forceinline__ void filter(char* to, int i) const {
@@ -372,7 +384,7 @@ struct Changed : Copies {
                                                   vectors, part.inside(a_row + i * a_rows, windows, phase, p));
                 part.advance(Traits::a_vector, phase, p);
             }
-            for (int rest = BK; rest > 0; rest -= Traits::a_vector) at.advance(min(rest, Traits::a_vector), phase, p);
+            at.advance_far(BK, phase, p);
         }
     }
 };

@@ -284,7 +284,7 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
     static_assert(Slices % 2 == 0, "operands alternate between two sets of registers, from step to step as well");
     constexpr int rows = Products::rows, turn = rows / 2, slots = (Slices - 1) * rows;
     constexpr int batches = Copies::batches < slots ? Copies::batches : slots;
-#pragma unroll
+#pragma unroll 1
     for (int step = 0; step < Stages - 1; ++step) {
         if constexpr (Copies::prepares) {
             copies.prepare(step);
