@@ -160,6 +160,8 @@ def _refusals(problem: Problem, device: Device) -> Iterator[str]:
         layout = problem.layouts[problem.result]
         yield f"the result is in {layout} and {problem.epilogue} reads a tensor; wanted nhwc"
     each_in, each_out = _each(problem)
+    if problem.groups == 1 or problem.is_depthwise:
+        yield f"groups is {problem.groups} of {problem.c // problem.groups} channels; wanted several, of 2 or more"
     if (16 % each_out and each_out % 16) or max(1, 16 // each_out) * each_in % 16:
         yield f"a group has {each_in} channels and {each_out} results; wanted sixteen to be whole groups of both"
     elif _slices(problem) * prod(problem.filter) > _most_slices(problem):
