@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, gcd, prod
 
@@ -56,7 +56,8 @@ _WANTED = "one of " + ", ".join(f"{name} to {' or '.join(results)}" for name, re
 @dataclass(frozen=True)
 class Tile(Knobs):
     """A block computes ``rows`` x ``columns`` results with ``warps_m`` x ``warps_n`` warps, ``depth`` terms of each sum
-    at a time, of which ``stages`` are on their way. ``splits`` blocks share the sum of a result."""
+    at a time, of which ``stages`` are on their way. ``splits`` blocks share the sum of a result. Blocks that run at the
+    same time have the same rows, or the same columns with ``rows_first``."""
 
     rows: int
     columns: int
@@ -65,6 +66,7 @@ class Tile(Knobs):
     depth: int
     stages: int
     splits: int = 1
+    rows_first: bool = False
 
     @property
     def threads(self) -> int:
@@ -297,7 +299,8 @@ class _Work:
         c, k, taps = problem.c // groups, problem.k // groups, prod(problem.filter)
         constants: dict[str, int | bool | str] = {
             "rank": rank, "depth": knobs.depth, "warps_m": knobs.warps_m, "warps_n": knobs.warps_n,
-            "stages": knobs.stages, "parted": knobs.splits > 1, "Products": self.sums, "products": self.products,
+            "stages": knobs.stages, "rows_first": knobs.rows_first, "parted": knobs.splits > 1, "Products": self.sums,
+            "products": self.products,
             "Factors": f"tensor::Bytes<tensor::{self.dtype}, tensor::{second}>" if self.dtype in _SMALL else self.dtype,
         }  # fmt: skip
         piece = self.piece = 16 // self.size
@@ -327,7 +330,7 @@ class _Work:
             )  # fmt: skip
             numbers = [v for size, s, (pad, _), d, f, out in sizes for v in (size, s, pad, d, f, *divisor(out))]
             narrow = [pixels, c, k, problem.c, problem.k, columns, knobs.splits]
-            narrow += [*divisor(ceil(columns / knobs.columns)), *numbers]
+            narrow += [*divisor(ceil(k / knobs.rows) if knobs.rows_first else ceil(columns / knobs.columns)), *numbers]
             self.params = pack(4 + self.pointers, (prod(problem.w_shape),), narrow)
             window_steps = 2 if problem.prologue.is_identity else knobs.stages
             self.shared += window_steps * knobs.depth * (16 if render.index_type(problem) == "int" else 32)
@@ -355,7 +358,7 @@ class _Work:
             }  # fmt: skip
             total = {"fprop": (problem.c, problem.k), "dgrad": (problem.k, problem.c)}[problem.direction]
             narrow = [rows, channels, results, *total, span, taps * c, c, knobs.splits]
-            narrow += divisor(ceil(results / knobs.columns))
+            narrow += divisor(ceil(rows / knobs.rows) if knobs.rows_first else ceil(results / knobs.columns))
             for axis in axes_:
                 narrow += [*axis.numbers, *divisor(axis.count)]
             narrow += [value for axis in axes_ for taps_ in axis.taps for value in taps_]
@@ -486,6 +489,8 @@ def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
     seconds = {tile: _Work(problem, tile).seconds(device) for tile in _tiles(problem, device)}
     ordered = sorted(seconds, key=seconds.__getitem__)
     best = ordered[:_ALTERNATIVES]
+    # Which order shares more in L2 is not predicted: the other one is for the tuner.
+    best += [replace(tile, rows_first=True) for tile in best[:1]]
     # Bits that do not depend on the batch, and no sums in the workspace, are to be had without splits alone.
     whole = [tile for tile in ordered if tile.splits == 1][:1]
     return (*best, *(tile for tile in whole if tile not in best))

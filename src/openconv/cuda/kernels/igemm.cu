@@ -22,7 +22,7 @@
 // `masked`, the usual case: pieces are vectors, a tap has at least a step of channels and there are at most 32 taps, so
 // that the next step belongs to the same tap or to the next one, and a bit says whether that is inside.
 //
-// Traits: rank, masked, last (channels, in the result), follows (another kernel, that made an input), pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents, products (of
+// Traits: rank, masked, last (channels, in the result), follows (another kernel, that made an input), pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents, rows_first (blocks with successive numbers share n, not m), products (of
 // tf32 for one of f32; 0: on CUDA cores), Factors (types that are multiplied), along (the filter lies along the depth), a_vector, b_vector (elements that lie side by side
 // and aligned), together (results likewise), phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for
 // igemm_sum), early (what follows the sums reads no tensors, and channels in pairs), stats, Prologue, Also.
@@ -88,7 +88,7 @@ struct Params {
     int span;                    // channels of a tap as the depth counts them
     int filter_row, filter_tap;  // elements from one filter to the next, and from one tap to the next
     int splits;
-    Divisor tiles_n;
+    Divisor tiles;  // along n, or along m if those are neighbours
     Axis axis[rank];
     Taps taps[all_taps];
 };
@@ -567,8 +567,9 @@ igemm_conv(const __grid_constant__ Params p) {
     if constexpr (Traits::follows) wait_for_previous();
 
     // Place.
-    int tile_m = blockIdx.x;
-    const int first_n = p.tiles_n.split(tile_m) * BN, first_m = tile_m * BM, group = blockIdx.y;
+    int rest = blockIdx.x;
+    const int near = p.tiles.split(rest), tile_m = Traits::rows_first ? near : rest;
+    const int first_n = (Traits::rows_first ? rest : near) * BN, first_m = tile_m * BM, group = blockIdx.y;
     const int split = blockIdx.z % p.splits;
     const Phase phase(blockIdx.z / p.splits, p);
     const int all_steps = (phase.count * p.span + BK - 1) / BK;

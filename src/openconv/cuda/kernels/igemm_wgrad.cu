@@ -13,7 +13,7 @@
 // Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then the windows of two
 // steps' pixels, or of `stages` steps' with a prologue, which needs them once more when the copies have arrived.
 //
-// Traits: rank, last (channels, in dw), follows (another kernel, that made an input), filters, columns, depth (pixels of a step), warps_m, warps_n, stages, residents, products (of tf32 for
+// Traits: rank, last (channels, in dw), follows (another kernel, that made an input), filters, columns, depth (pixels of a step), warps_m, warps_n, stages, residents, rows_first (blocks with successive numbers share n, not m), products (of tf32 for
 // one of f32; 0: on CUDA cores), Factors (types that are multiplied), a_vector, b_vector (elements that lie side by side
 // and aligned), together (results likewise), parted (sums go to `parts`), Prologue.
 
@@ -65,7 +65,7 @@ struct Params {
     int image_pixel, gradient_pixel;  // elements of a pixel, all groups
     int columns;                      // taps times channels of a group
     int splits;
-    Divisor tiles_n;
+    Divisor tiles;  // along n, or along m if those are neighbours
     Axis axis[rank];
 };
 
@@ -255,8 +255,9 @@ igemm_wgrad(const __grid_constant__ Params p) {
     if constexpr (Traits::follows) wait_for_previous();
 
     // Place.
-    int tile_m = blockIdx.x;
-    const int first_n = p.tiles_n.split(tile_m) * BN, first_m = tile_m * BM;
+    int rest = blockIdx.x;
+    const int near = p.tiles.split(rest), tile_m = Traits::rows_first ? near : rest;
+    const int first_n = (Traits::rows_first ? rest : near) * BN, first_m = tile_m * BM;
     const int group = blockIdx.y, split = blockIdx.z;
     const int all_steps = (p.pixels + BK - 1) / BK;
     const int begin = int(i64(all_steps) * split / p.splits), end = int(i64(all_steps) * (split + 1) / p.splits);
