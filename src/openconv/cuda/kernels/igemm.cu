@@ -22,10 +22,12 @@
 // `masked`, the usual case: pieces are vectors, a tap has at least a step of channels and there are at most 32 taps, so
 // that the next step belongs to the same tap or to the next one, and a bit says whether that is inside.
 //
-// Traits: rank, masked, last (channels, in the result), follows (another kernel, that made an input), pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents, rows_first (blocks with successive numbers share n, not m), products (of
-// tf32 for one of f32; 0: on CUDA cores), Factors (types that are multiplied), along (the filter lies along the depth), a_vector, b_vector (elements that lie side by side
-// and aligned), together (results likewise), phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for
-// igemm_sum), early (what follows the sums reads no tensors, and channels in pairs), stats, Prologue, Also.
+// Traits: rank, masked, last (channels, in the result), follows (another kernel, that made an input), pixels, filters,
+// depth (elements of a step), warps_m, warps_n, stages, residents, rows_first (blocks with successive numbers share n,
+// not m), products (of tf32 for one of f32; 0: on CUDA cores), Factors (types that are multiplied), along (the filter
+// lies along the depth), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise),
+// phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for igemm_sum), early (what follows the sums reads no
+// tensors, and channels in pairs), stats, Prologue, Also.
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
@@ -111,9 +113,9 @@ struct Phase {
     }
 };
 
-// The pixels of a block: where their windows begin in the image, as an element and as a place, which of up to 32 taps are
-// inside of the image, and where the results go, -1 of those that are not there. In shared memory, since registers are
-// full of sums.
+// The pixels of a block: where their windows begin in the image, as an element and as a place, which of up to 32 taps
+// are inside of the image, and where the results go, -1 of those that are not there. In shared memory, since registers
+// are full of sums.
 struct Window {
     Index base;
     u32 taps;
@@ -192,7 +194,8 @@ struct Depth {
         for (int i = 0; i < rank; ++i) found = found * phase.taps[i].count + j[i];
         return found;
     }
-    // Whether the tap is the next one; not further than that, at most `span`. Without branches: products go on all around.
+    // Whether the tap is the next one; not further than that, at most `span`. Without branches: products go on all
+    // around.
     __device__ __forceinline__ bool advance(int by, const Phase& phase, const Params& p) {
         channel += by;
         away += by;
@@ -235,8 +238,8 @@ struct Depth {
     }
 };
 
-// What a thread brings of each step: a column of pieces of the image, and one of the filter. Pieces of the image that are
-// not `masked` are brought vector by vector, each for all of the thread's pixels: its place in the depth is theirs.
+// What a thread brings of each step: a column of pieces of the image, and one of the filter. Pieces of the image that
+// are not `masked` are brought vector by vector, each for all of the thread's pixels: its place in the depth is theirs.
 struct Copies {
     static constexpr int of_image = Traits::masked ? a_count : per_piece / Traits::a_vector;
     static constexpr int count = of_image + b_count, batches = (count + 3) / 4;

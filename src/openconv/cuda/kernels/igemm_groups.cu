@@ -1,17 +1,18 @@
 // Convolution with many small groups, and its image gradient, on tensor cores: several groups in one product.
 //
-//     out[pixel, k] = sum over taps and the channels c of k's group of  image[window(pixel) + tap, c] * filter[k, tap, c]
+//     out[pixel, k] = sum over taps and channels c of k's group of  image[window(pixel) + tap, c] * filter[k, tap, c]
 //
 // common/igemm_groups.cuh says how groups and pixels lie. Read once per tap, as implicit GEMMs of many channels do, the
-// image would come from L2 nine times for a 3x3 filter, and there are too few products to hide that. Here a tile's piece
-// of it is read once. Filters are few: each warp has all taps of its column in registers, as B of the products.
+// image would come from L2 nine times for a 3x3 filter, and there are too few products to hide that. Here a tile's
+// piece of it is read once. Filters are few: each warp has all taps of its column in registers, as B of the products.
 //
 // Blocks stay: each goes through tiles of its chunk of groups, the next tiles on their way while it computes.
 //
-// dgrad: pixels of dx fall into phases, each with taps of its own (as in igemm.cu), which all read the same piece of dy.
+// dgrad: pixels of dx fall into phases, each with taps of its own (as in igemm.cu), which all read the same piece of
+// dy.
 //
-// Traits: those of common/igemm_groups.cuh; turned (the filter has its results across, dgrad), filter_last (its channels
-// are last), each (channels of the filter), phases_h, phases_w, follows (another kernel, that made an input).
+// Traits: those of common/igemm_groups.cuh; turned (the filter has its results across, dgrad), filter_last (its
+// channels are last), each (channels of the filter), phases_h, phases_w, follows (another kernel, that made an input).
 
 #include "common/types.cuh"
 #include "common/epilogue.cuh"
@@ -39,8 +40,8 @@ struct Params {
     int out_h, out_w, out_pixel;
 };
 
-// All taps of a column, as the registers of B: column c of the first eight is channel 4 * (c / 2) + c % 2 of the result,
-// of the other eight that plus two, so that a lane's four results of a pixel lie side by side.
+// All taps of a column, as the registers of B: column c of the first eight is channel 4 * (c / 2) + c % 2 of the
+// result, of the other eight that plus two, so that a lane's four results of a pixel lie side by side.
 struct Filter {
     u32 value[taps][groups::slices][4];
 

@@ -5,8 +5,8 @@
 // common/igemm_groups.cuh says how groups and pixels lie. A tile's dy and the piece of x under it are read once; each
 // warp keeps the sums of all taps of a column in registers. Both operands lie across the depth, which is the pixels.
 //
-// Blocks stay: each goes through tiles of its chunk of groups. The sums of every warp that shares a column's pixels are a
-// split of their own, which igemm_groups_sum adds up in a fixed order.
+// Blocks stay: each goes through tiles of its chunk of groups. The sums of every warp that shares a column's pixels are
+// a split of their own, which igemm_groups_sum adds up in a fixed order.
 //
 // Traits: those of common/igemm_groups.cuh; uneven (the last tile of an image may have fewer rows), follows (another
 // kernel, that made an input).

@@ -1,8 +1,8 @@
 // The second half of an implicit GEMM whose depth was split: the sums of the splits, and what follows them.
 //
 // A thread has `together` results that lie side by side. Eight rows of 32 threads share the splits of the same results:
-// row r adds those from r on, every eighth, and the first row adds what the rows have. The order depends on the number of
-// splits alone.
+// row r adds those from r on, every eighth, and the first row adds what the rows have. The order depends on the number
+// of splits alone.
 //
 // The results lie as the sums do: with their channels last, or pixels; but those of a filter with its channels first,
 // whose sums have their channels last.

@@ -2,14 +2,14 @@
 //
 //     D[m, n] += sum over k of  A[m, k] * B[n, k]
 //
-// A tile holds a step of the depth k of one operand, in pieces of 16 bytes. Along the depth (`KMajor`) a row is one m or
-// n and its pieces follow the depth; across it, a row is one k and its pieces follow m or n, as they lie in memory where
-// channels are what a result has and not what it sums over. ldmatrix turns those around on the way into registers if they
-// have two bytes; f32 is read value by value.
+// A tile holds a step of the depth k of one operand, in pieces of 16 bytes. Along the depth (`KMajor`) a row is one m
+// or n and its pieces follow the depth; across it, a row is one k and its pieces follow m or n, as they lie in memory
+// where channels are what a result has and not what it sums over. ldmatrix turns those around on the way into registers
+// if they have two bytes; f32 is read value by value.
 //
 // Eight rows below each other are read at once. Piece j of a row lies at j ^ (row % 8) of it, so that these eight fall
-// into different banks; where a row has fewer than eight pieces, rows that share 128 bytes share the exchange. Values of
-// f32 across the depth are read from four rows and two pieces side by side: these lie at j ^ (2 * row % 8).
+// into different banks; where a row has fewer than eight pieces, rows that share 128 bytes share the exchange. Values
+// of f32 across the depth are read from four rows and two pieces side by side: these lie at j ^ (2 * row % 8).
 #pragma once
 #include "common/mma_types.cuh"
 
@@ -70,7 +70,8 @@ struct Tile {
         __device__ __forceinline__ Nothing(int, int) {}
     };
 
-    // Sixteen m, of which the first is a multiple of 16, by 32 bytes of depth: the four registers of A in common/mma.cuh.
+    // Sixteen m, of which the first is a multiple of 16, by 32 bytes of depth: the four registers of A in
+    // common/mma.cuh.
     __device__ static __forceinline__ void load_a(u32 (&to)[4], const char* tile, int m, int slice, int lane) {
         if constexpr (KMajor)
             tensor::load_matrices(to, tile + m * row_bytes + place(lane % 16, 2 * slice + lane / 16));
@@ -88,8 +89,8 @@ struct Tile {
     }
 };
 
-// A float as the nearest tf32 and what that leaves out, of which tensor cores take 11 bits; together they have 23. What is
-// not finite, or so large that it is rounded to what is not, leaves out what is no number.
+// A float as the nearest tf32 and what that leaves out, of which tensor cores take 11 bits; together they have 23. What
+// is not finite, or so large that it is rounded to what is not, leaves out what is no number.
 struct Tf32 {
     u32 high, low;
 
@@ -116,8 +117,8 @@ struct AnyTf32 {
 //
 // Tensor cores cut off what a sum has no bits for, always towards zero. Products in three parts are as exact as f32, so
 // their sums have to be: those of a slice begin at zero, and are added to what is there by an addition that rounds.
-// Factors that are not finite make such sums NaN; then all are computed anew with `Any`, which takes care of every factor
-// and leaves the sums of finite factors as they are, to the bit.
+// Factors that are not finite make such sums NaN; then all are computed anew with `Any`, which takes care of every
+// factor and leaves the sums of finite factors as they are, to the bit.
 template <class T, class A, class B, int MT, int NT, class Sum, int Parts = 1, bool Any = false>
 struct Warp {
     static constexpr int rows = MT;
@@ -199,8 +200,8 @@ struct Warp {
             sum[i / (8 * NT)][i / 4 % (2 * NT)][i % 4] = other.sum[i / (8 * NT)][i / 4 % (2 * NT)][i % 4];
     }
 
-    // The sums as rows of `pitch` values in shared memory, or as columns (`Turned`). `change` makes two that lie side by
-    // side in a row into what is stored.
+    // The sums as rows of `pitch` values in shared memory, or as columns (`Turned`). `change` makes two that lie side
+    // by side in a row into what is stored.
     template <bool Turned, class Value, class Change>
     __device__ __forceinline__ void store(Value* to, int pitch, const Change& change) const {
         const int g = lane / 4, t = lane % 4;
@@ -246,8 +247,8 @@ struct Warp {
     }
 };
 
-// Rows of `Columns` values leave shared memory as vectors of V. A thread keeps to a column, or to some where there are more
-// than threads; it reads four rows of it before it hands them to `take.rows(row, apart, column, vectors)`.
+// Rows of `Columns` values leave shared memory as vectors of V. A thread keeps to a column, or to some where there are
+// more than threads; it reads four rows of it before it hands them to `take.rows(row, apart, column, vectors)`.
 template <int Rows, int Columns, int V, int Threads, class Value, class Take>
 __device__ __forceinline__ void leave(const Value* from, int pitch, const Take& take) {
     constexpr int turns = (Columns / V + Threads - 1) / Threads, across = Columns / V / turns;
@@ -269,16 +270,16 @@ __device__ __forceinline__ void leave(const Value* from, int pitch, const Take& 
 
 // All steps of a block, each `Slices` slices long, of which `Stages` - 1 are asked for ahead.
 //
-// `copies` knows what a thread brings of a step: `Copies::count` pieces, each of which it looks up (`from`) and asks for
-// (`copy`) a few products later; `end` goes on to the next step, or to nothing behind the last of them. Before that, with
-// a barrier in between, all threads `prepare` what they share of a step, if `Copies::prepares`. If `Copies::changes`, a
-// thread may `change` what it brought of a step, once that is there and before others see it; as many steps are asked for
-// by then, that one included, as `change` is told.
+// `copies` knows what a thread brings of a step: `Copies::count` pieces, each of which it looks up (`from`) and asks
+// for (`copy`) a few products later; `end` goes on to the next step, or to nothing behind the last of them. Before
+// that, with a barrier in between, all threads `prepare` what they share of a step, if `Copies::prepares`. If
+// `Copies::changes`, a thread may `change` what it brought of a step, once that is there and before others see it; as
+// many steps are asked for by then, that one included, as `change` is told.
 //
 // A warp goes through the rows of a slice. Behind a row's products it reads what that row multiplies in the next slice,
-// so that reading and multiplying alternate. Copies come in batches: ptxas puts three idle reads before each that follows
-// a read of shared memory. A thread needs registers for the places of a batch. The last slice has a barrier in its middle: the next step's tiles
-// are there for all, and this step's are no longer read.
+// so that reading and multiplying alternate. Copies come in batches: ptxas puts three idle reads before each that
+// follows a read of shared memory. A thread needs registers for the places of a batch. The last slice has a barrier in
+// its middle: the next step's tiles are there for all, and this step's are no longer read.
 template <int Stages, int Slices, class Products, class Copies>
 __device__ __forceinline__ void steps(Products& products, Copies& copies, char* ring, int stage_bytes, int count) {
     static_assert(Slices % 2 == 0, "operands alternate between two sets of registers, from step to step as well");
@@ -376,8 +377,8 @@ __device__ __forceinline__ void plain_steps(Products& products, Copies& copies, 
     }
 }
 
-// Products in three parts once more, with care for factors that are not finite, if a sum is no number. `again` makes the
-// copies anew.
+// Products in three parts once more, with care for factors that are not finite, if a sum is no number. `again` makes
+// the copies anew.
 template <int Slices, class Any, class Products, class Again>
 __device__ __forceinline__ void mend(Products& products, char* ring, int count, const Again& again) {
     __shared__ int any;

@@ -1,23 +1,25 @@
 // What the implicit GEMMs of small groups share: groups side by side in one product, and a piece of the image in shared
 // memory that all taps read.
 //
-// A block has a chunk of groups: `in_chunk` channels of the image and `out_chunk` of the result. Sixteen channels of the
-// result, a column, belong to one group or to several, whose channels of the image are `slices` times sixteen. What is no pair of a group is a zero of the filter (or is not stored, of the filter's
-// gradient), so that the tensor cores multiply 16 x 16 channels however few a group has.
+// A block has a chunk of groups: `in_chunk` channels of the image and `out_chunk` of the result. Sixteen channels of
+// the result, a column, belong to one group or to several, whose channels of the image are `slices` times sixteen. What
+// is no pair of a group is a zero of the filter (or is not stored, of the filter's gradient), so that the tensor cores
+// multiply 16 x 16 channels however few a group has.
 //
-// A tile has `images` x `high` x `wide` pixels. The piece of the image that their windows cover lies in shared memory, a
-// pixel after the other, at `pitch` bytes: an odd number of 16, so that eight pixels side by side fall into different
-// banks. A tap is then a constant distance, and reading a window's value is one ldmatrix without arithmetic. With a step
-// from window to window, columns that are a step apart lie side by side instead (`slot`).
+// A tile has `images` x `high` x `wide` pixels. The piece of the image that their windows cover lies in shared memory,
+// a pixel after the other, at `pitch` bytes: an odd number of 16, so that eight pixels side by side fall into different
+// banks. A tap is then a constant distance, and reading a window's value is one ldmatrix without arithmetic. With a
+// step from window to window, columns that are a step apart lie side by side instead (`slot`).
 //
-// A warp goes down a strip, sixteen pixels of all the tile's images side by side and `rows` rows high, row by row of the
-// piece: what it reads of a row serves all rows of results whose windows cover it. All of that is unrolled; a __syncwarp behind each row keeps
-// the compiler from reading many rows ahead, for which there are no registers.
+// A warp goes down a strip, sixteen pixels of all the tile's images side by side and `rows` rows high, row by row of
+// the piece: what it reads of a row serves all rows of results whose windows cover it. All of that is unrolled; a
+// __syncwarp behind each row keeps the compiler from reading many rows ahead, for which there are no registers.
 //
-// Traits: in_chunk, out_chunk, in_each, out_each (channels of a group), slices, images, high, wide, rows, step_h, step_w (from
-// one pixel to the next, in the image), halo_h, halo_w (the piece), warps (that share the strips of a column), stages.
-// Behind the struct: taps along both axes, each with its phase (dgrad with a stride, as in igemm.cu), which of the filter
-// it is, and how many pixels of the piece further it reads; of columns, as one of the different distances `column_far`.
+// Traits: in_chunk, out_chunk, in_each, out_each (channels of a group), slices, images, high, wide, rows, step_h,
+// step_w (from one pixel to the next, in the image), halo_h, halo_w (the piece), warps (that share the strips of a
+// column), stages. Behind the struct: taps along both axes, each with its phase (dgrad with a stride, as in igemm.cu),
+// which of the filter it is, and how many pixels of the piece further it reads; of columns, as one of the different
+// distances `column_far`.
 #pragma once
 #include "common/divide.cuh"
 #include "common/mma.cuh"

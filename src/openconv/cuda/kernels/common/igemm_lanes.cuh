@@ -7,8 +7,8 @@
 //     across   lane (r, c) has m = 4 (r + 8 (i / 4)) + i % 4,  n = 4 (c + 4 (j / 4)) + j % 4
 // A read of a warp then meets eight, or four, pieces in different banks, each for several lanes. Shared memory serves
 // half a warp at a time if lane l has the address of lane l ^ 1, or each that of lane l ^ 2: r does not depend on the
-// first bit of the lane, and c not on the second. With 8 x 8 results a lane, four depths take 16 reads of two cycles for
-// 256 multiply-adds: half of what shared memory gives to four warps that multiply at once.
+// first bit of the lane, and c not on the second. With 8 x 8 results a lane, four depths take 16 reads of two cycles
+// for 256 multiply-adds: half of what shared memory gives to four warps that multiply at once.
 #pragma once
 #include "common/igemm.cuh"
 
@@ -29,8 +29,8 @@ struct LaneTile : Tile<f32, Size, Depth, KMajor> {
     }
 };
 
-// The products of one warp: M by N results, from (m, n) of the block's on. A slice is `depth` deep. Its products come in
-// as many rows as A has vectors: of one m, or of four m and one depth.
+// The products of one warp: M by N results, from (m, n) of the block's on. A slice is `depth` deep. Its products come
+// in as many rows as A has vectors: of one m, or of four m and one depth.
 template <class A, class B, int M, int N>
 struct Lanes {
     static constexpr int TM = M / 8, TN = N / 4;  // results of a lane
@@ -103,8 +103,8 @@ struct Lanes {
     }
 };
 
-// What a kernel is made of: tiles, products, and how many elements deep a slice of them is. `Parts` is that of `Warp`, or
-// 0 for products of f32 on CUDA cores.
+// What a kernel is made of: tiles, products, and how many elements deep a slice of them is. `Parts` is that of `Warp`,
+// or 0 for products of f32 on CUDA cores.
 template <class T, int Parts>
 struct Kind {
     template <int Size, int Depth, bool KMajor>

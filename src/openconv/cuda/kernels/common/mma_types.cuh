@@ -59,8 +59,8 @@ __device__ __forceinline__ u32 widened(u32 word, int half) {
 }
 
 // Of `Bytes`. On sm_90 and sm_100 other instructions than mma.sync have these products: here they are two of f16, each
-// 16 deep, of the first two bytes of the registers and of the last two. That is another order of the depth, the same for
-// both operands. (What ptxas makes of mma.sync there adds each product to the sum by four more instructions.)
+// 16 deep, of the first two bytes of the registers and of the last two. That is another order of the depth, the same
+// for both operands. (What ptxas makes of mma.sync there adds each product to the sum by four more instructions.)
 template <class T>
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     using A = typename T::Left;
