@@ -91,6 +91,8 @@ PROBLEMS = {
     "groups": "n2 c6 h7 w6 k9 r3 s3 pad1 g3",
     "groups-of-one-filter": "n1 c8 h6 w5 k4 r3 s3 pad1 g4",
     "groups-stride": "n2 c8 h8 w9 k8 r3 s3 stride2 pad1 g2",
+    "groups-of-four": "n2 c16 h7 w6 k16 r3 s3 pad1 g4",
+    "groups-of-eight-stride": "n1 c32 h8 w9 k32 r3 s3 stride2 pad1 g4",
     "depthwise": "n2 c7 h8 w9 k7 r3 s3 pad1 g7",
     "depthwise-multiplier": "n1 c5 h7 w7 k15 r3 s3 stride2 pad1 g5",
     "depthwise-large": "n1 c3 h16 w17 k3 r11 s7 pad5,3 g3",

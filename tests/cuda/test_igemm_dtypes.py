@@ -26,6 +26,12 @@ def test_integers_are_exact(text, splits):
     check(text, "fprop", Tile(64, 64, 2, 2, 64, 3, splits=splits), "i8*i8>i32")
 
 
+@pytest.mark.parametrize("channels", [1, 2, 4, 6, 8])
+def test_what_a_short_vector_leaves_is_zero(channels):
+    """Behind the last channel, whatever the vector in which values come."""
+    check(f"n2 c{channels} h4 w5 k{channels} r3 s3 pad1", "fprop", Tile(32, 64, 1, 2, 64, 3), "i8*i8>i32")
+
+
 @pytest.mark.parametrize(
     "direction, dtypes", [("fprop", "f16*f16>f32"), ("dgrad", "f32*bf16>bf16"), ("wgrad", "f16*f32>f16")]
 )

@@ -403,8 +403,11 @@ __device__ __forceinline__ void bring(void* to, const T* from, bool inside) {
     } else if constexpr (size >= 4) {
         tensor::copy<size>(to, from, inside);
     } else {
-        T none = {};
-        *static_cast<Pack<T, Count>*>(to) = inside ? load<Count>(from) : Pack<T, Count>{none};
+        Pack<T, Count> held;  // of a list with fewer values than it has, NVRTC leaves the others as they are
+#pragma unroll
+        for (int i = 0; i < Count; ++i) held.value[i] = T{};
+        if (inside) held = load<Count>(from);
+        *static_cast<Pack<T, Count>*>(to) = held;
     }
 }
 
