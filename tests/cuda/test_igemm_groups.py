@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 
 import pytest
@@ -14,7 +15,18 @@ from openconv.cuda.device import device_for
 from openconv.cuda.igemm_groups import IgemmGroups, Tile
 from openconv.plan import steps_of
 from openconv.problem import DIRECTIONS, Problem
-from tests.support import candidates, check_engine, make, refusal, run_engine, tensors, this_device, with_knobs
+from tests.support import (
+    candidates,
+    check_engine,
+    check_locality,
+    make,
+    reference,
+    refusal,
+    run_engine,
+    tensors,
+    this_device,
+    with_knobs,
+)
 
 ENGINE = IgemmGroups()
 # Groups of 2 to 32 channels; other numbers of results than of channels; strides, dilation, uneven padding; one axis.
@@ -62,8 +74,9 @@ def test_explain_shows_what_is_copied():
 @pytest.mark.parametrize("direction", ["fprop", "dgrad"])
 @pytest.mark.parametrize("epilogue", ["+bias+relu", "+bias+residual+relu", "+=sub(tanh(t.b),max(acc,c.a))"])
 def test_the_epilogue_is_part_of_the_kernel(direction, epilogue):
-    problem = make(f"n1 c32 h6 w5 k32 r3 s3 stride1,2 pad1 g4 {epilogue}", direction, "f16", "nhwc")
-    check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, Tile(4, 1, 4, 3, 4, 1, 2)))
+    for layout in ("nhwc", "nchw"):
+        problem = make(f"n1 c32 h6 w5 k32 r3 s3 stride1,2 pad1 g4 {epilogue}", direction, "f16", layout)
+        check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, Tile(4, 1, 4, 3, 4, 1, 2)))
 
 
 def test_what_is_not_finite_stays_where_it_is():
@@ -79,13 +92,11 @@ def test_what_is_not_finite_stays_where_it_is():
 
 
 def test_refusals():
-    def reason(text: str, direction: str = "fprop", dtype: str = "f16", layout: str = "nhwc") -> str:
-        return refusal(ENGINE, make(text, direction, dtype, layout))
+    def reason(text: str, direction: str = "fprop", dtype: str = "f16") -> str:
+        return refusal(ENGINE, make(text, direction, dtype, "nhwc"))
 
     small = "n1 c32 h9 w9 k32 r3 s3 g8"
     assert reason(small, dtype="f32") == "dtypes are f32*f32*f32; wanted f16 or bf16 alone"
-    wanted = "the result is in nchw and +residual reads a tensor; wanted nhwc"
-    assert reason(f"{small} +residual", layout="nchw") == wanted
     odd = reason("n1 c24 h9 w9 k24 r3 s3 g2")
     assert odd == "a group has 12 channels and 12 results; wanted sixteen to be whole groups of both"
     assert reason("n1 c24 h9 w9 k24 r3 s3 g6") == "groups is 6; wanted a multiple of 4"
@@ -126,3 +137,26 @@ def grouped(draw) -> Problem:
 def test_right_on_random_problems(problem: Problem):
     if not refusal(ENGINE, problem):
         check_engine(ENGINE, problem, candidate=next(candidates(ENGINE, problem)))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("text, tile", [
+    ("n2 c16 h7 w6 k16 r3 s3 pad1 g8", Tile(8, 2, 4, 6, 2, 2, 2)),
+    ("n1 c32 h8 w9 k32 r3 s3 stride2 pad1 g8", Tile(4, 1, 4, 5, 4, 1, 2)),
+    ("n1 c32 h5 w5 k32 r3 s3 pad1 g2", Tile(2, 1, 5, 5, 5, 1, 2)),
+])  # fmt: skip
+def test_what_is_not_finite_stays_in_its_group(text, tile, direction, value):
+    """Groups share products, in which those of another group are multiplied by zero."""
+    problem = make(text, direction, "f16", "nhwc")
+    check_locality(ENGINE, problem, value=value)
+    candidate = with_knobs(ENGINE, problem, tile)
+    a, b, _ = tensors(problem)
+    clean, spoilt = a.clone(), a.clone()
+    spoilt[0, 0, 2, 2] = value
+    runs = [run_engine(ENGINE, problem, candidate=candidate, inputs=(x, b, ())).out for x in (clean, spoilt)]
+    finite = runs[1].isfinite()
+    assert not finite.all()
+    assert torch.equal(runs[0][finite], runs[1][finite])
+    wanted = reference(problem, spoilt, b).to(torch.float16)
+    assert torch.equal(runs[1].isnan() | runs[1].isinf(), wanted.isnan() | wanted.isinf())

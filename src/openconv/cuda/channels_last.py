@@ -11,7 +11,7 @@ from .device import CudaDevice
 from .divide import divisor
 from .launch import Launch, pack
 
-__all__ = ["Turn", "is_last", "turned_inputs", "turned_result"]
+__all__ = ["Turn", "is_last", "turned_inputs", "turned_operands", "turned_result"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,16 @@ def turned_inputs(problem: Problem) -> list[Turn | None]:
     size = DTYPE_BYTES[problem.dtypes[problem.inputs[0]]]
     names = "x", "w", "y" if problem.direction == "fprop" else "dy"
     return [None if is_last(problem, at) else Turn(names[at], *_shape(problem, at), size) for at in problem.inputs]
+
+
+def turned_operands(problem: Problem) -> list[Turn | None]:
+    """Of the epilogue's operands, those in the shape of a result whose channels come first."""
+    shape, size = _shape(problem, problem.result), DTYPE_BYTES[problem.result_dtype]
+    whole = is_last(problem, problem.result)
+    return [
+        None if whole or operand.kind != "tensor" else Turn(operand.name, *shape, size)
+        for operand in problem.epilogue.operands
+    ]
 
 
 def turned_result(problem: Problem) -> Turn | None:

@@ -13,7 +13,7 @@ from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
 from ..problem import Problem
 from . import jit, render
-from .channels_last import Turn, is_last, turned_inputs, turned_result
+from .channels_last import Turn, is_last, turned_inputs, turned_operands, turned_result
 from .device import CudaDevice
 from .divide import divisor
 from .igemm import Axis, axes
@@ -52,8 +52,9 @@ class IgemmGroups(Engine):
         wgrad   dw[k, tap, c]  = sum over pixels of  dy[pixel, k] * x[window of the pixel, tap, c]
 
     Sixteen channels are multiplied with sixteen, whether they are of one group or of several; of pairs from different
-    groups the filter is zero, or the sum is left out. A piece of the image is read once for all taps, and all taps stay
-    in registers: few channels to a sum mean that bytes, not products, are the limit.
+    groups the filter is zero, or the sum is left out. What is not finite stays in its group. A piece of the image is
+    read once for all taps, and all taps stay in registers: few channels to a sum mean that bytes, not products, are the
+    limit.
 
     Images with their channels first are copied before, and such results behind. Wins for groups of 2 to 32 channels, as
     in ResNeXt. Larger groups are cuda.igemm's, and groups of one channel the depthwise engines'.
@@ -82,8 +83,9 @@ class IgemmGroups(Engine):
         return _Work(problem, knobs, device).workspace
 
     def copies(self, problem: Problem, knobs: Tile) -> tuple[str, ...]:
-        ways = ("nchw to nhwc", "nchw to nhwc", "nhwc to nchw")
-        return tuple(f"copy {turn.name} from {way}" for turn, way in zip(_turned(problem), ways, strict=True) if turn)
+        turned = _turned(problem)
+        before = [f"copy {turn.name} from nchw to nhwc" for turn in (*turned[:2], *turned[3:]) if turn]
+        return (*before, *(f"copy {turn.name} from nhwc to nchw" for turn in turned[2:3] if turn))
 
     def knobs(self, problem: Problem, device: Device) -> tuple[Tile, ...]:
         return _knobs(problem, device)
@@ -112,9 +114,9 @@ class IgemmGroups(Engine):
             assert workspace is not None
             a, b, result, *held = [aligned(each, 16) for each in (a, b, out, *operands)]
             base = workspace.data_ptr()
-            places = [a.data_ptr(), b.data_ptr(), result.data_ptr()]
-            for at, turn in enumerate(turns[:2]):
-                if turn is not None:
+            places = [a.data_ptr(), b.data_ptr(), result.data_ptr(), *[each.data_ptr() for each in held]]
+            for at, turn in enumerate(turns):
+                if turn is not None and at != 2:
                     turn(places[at], base + work.copies[at])
                     places[at] = base + work.copies[at]
             if second is not None:
@@ -123,7 +125,7 @@ class IgemmGroups(Engine):
             else:
                 last = turns[2]
                 to = places[2] if last is None else base + work.copies[2]
-                first(*places[:2], to, *[each.data_ptr() for each in held])
+                first(*places[:2], to, *places[3:])
                 if last is not None:
                     last(to, places[2])
             if result is not out:
@@ -156,9 +158,6 @@ def _refusals(problem: Problem, device: Device) -> Iterator[str]:
         yield f"dtypes are {'*'.join(problem.dtypes)}; wanted f16 or bf16 alone"
     if problem.rank > 2:
         yield f"there are {problem.rank} axes; wanted 1 or 2"
-    if turned_result(problem) and any(operand.kind == "tensor" for operand in problem.epilogue.operands):
-        layout = problem.layouts[problem.result]
-        yield f"the result is in {layout} and {problem.epilogue} reads a tensor; wanted nhwc"
     each_in, each_out = _each(problem)
     if problem.groups == 1 or problem.is_depthwise:
         yield f"groups is {problem.groups} of {problem.c // problem.groups} channels; wanted several, of 2 or more"
@@ -200,9 +199,11 @@ def _fewest(problem: Problem) -> int:
 
 
 def _turned(problem: Problem) -> list[Turn | None]:
-    """Both inputs and the result, as far as they have to be copied; filters are read and written in either layout."""
+    """Both inputs, the result and operands of its shape, as far as they have to be copied; filters are read and written
+    in either layout."""
     inputs = [None if at == 1 else turn for at, turn in zip(problem.inputs, turned_inputs(problem), strict=True)]
-    return [*inputs, None if problem.direction == "wgrad" else turned_result(problem)]
+    result = None if problem.direction == "wgrad" else turned_result(problem)
+    return [*inputs, result, *turned_operands(problem)]
 
 
 def _two_axes(problem: Problem) -> list[Axis]:
@@ -251,6 +252,8 @@ class _Work:
         self.reach = max(lists["row_place"]) + 1
         self.halo_slots = self.halo_h * ceil(self.halo_w / step_w) * step_w
         self.across = ceil(knobs.images * knobs.wide / 16)
+        mixed = not wgrad and each_out < 16
+        self.bits = 2 * knobs.rows * len(rows.taps) * len(columns.taps) if mixed else 0  # of a lane and strip
         self.strips = self.across * (knobs.high // knobs.rows)
         pitch = 2 * in_chunk + 16
         self.stage_bytes = knobs.images * self.halo_slots * pitch + (
@@ -275,7 +278,8 @@ class _Work:
         self.splits = blocks * knobs.warps
         self.fours = self.chunks * self.columns * self.all_taps * 2 * self.slices  # sums of wgrad, in fours of 32 lanes
         self.workspace = 512 * self.splits * self.fours if wgrad else 0
-        self.turned, self.copies = _turned(problem), [0, 0, 0]
+        self.turned = _turned(problem)
+        self.copies = [0] * len(self.turned)
         for at, turn in enumerate(self.turned):
             if turn:
                 self.copies[at] = ceil(self.workspace / 256) * 256
@@ -297,7 +301,7 @@ class _Work:
             "step_w": step_w, "halo_h": self.halo_h, "halo_w": self.halo_w, "warps": knobs.warps,
             "row_taps": len(lists["row_place"]), "column_taps": len(lists["column_place"]),
             "distances": len(self.distances), "filter_h": rows.numbers[5], "filter_w": columns.numbers[5],
-            "stages": knobs.stages, "bound": self.bound, "follows": any(self.turned[:2]),
+            "stages": knobs.stages, "bound": self.bound, "follows": any((*self.turned[:2], *self.turned[3:])),
         }  # fmt: skip
         if wgrad:
             self.constants["uneven"] = counts[0] % knobs.high != 0
@@ -354,7 +358,7 @@ def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
                 for stages in (2, 3):
                     tile = Tile(groups, images, high, wide, rows_each, warps, stages)
                     work = _Work(problem, tile, device)
-                    fits = work.shared <= min(_SHARED, device.shared_bytes)
+                    fits = work.shared <= min(_SHARED, device.shared_bytes) and work.bits <= 32
                     if fits and 512 * work.splits * work.fours <= _MOST_WORKSPACE:
                         yield tile
 

@@ -8,6 +8,10 @@
 //
 // Blocks stay: each goes through tiles of its chunk of groups, the next tiles on their way while it computes.
 //
+// A zero of the filter times what is not finite is no number: an infinity in one group would show in others of its
+// column. All sixteen sums of such a pixel are then not finite, and those with a NaN among them are formed again, of
+// their own group alone.
+//
 // dgrad: pixels of dx fall into phases, each with taps of its own (as in igemm.cu), which all read the same piece of
 // dy.
 //
@@ -25,9 +29,9 @@
 using T = Traits::A;
 using Index = Traits::Index;
 constexpr int taps = groups::all_taps, slices = groups::slices;
-constexpr int reach =
-    groups::strip_h - (groups::high - 1) * Traits::step_h - 1;  // from a window's first row to its last
-constexpr int phases_h = Traits::phases_h, phases_w = Traits::phases_w;
+constexpr int phases_h = Traits::phases_h, phases_w = Traits::phases_w, phases = phases_h * phases_w;
+constexpr bool mixed = Traits::out_each < 16;  // a column has several groups
+static_assert(!mixed || groups::rows * phases * 2 <= 32, "a lane has a bit for each pixel of a strip");
 constexpr int filter_rows = Traits::turned ? groups::in_chunk : groups::out_chunk;
 constexpr int filter_elements = filter_rows * taps * Traits::each, filter_bytes = filter_elements * 2;
 
@@ -56,14 +60,36 @@ struct Filter {
             }
     }
 
-    __device__ static __forceinline__ u32 pair(const T* chunk, int tap, int n, int c) {
+    // Of result n and channel c, both in the chunk.
+    __device__ static __forceinline__ int place(int tap, int n, int c) {
         const int row = Traits::turned ? c : n, channel = (Traits::turned ? n : c) % Traits::each;
-        const int at = Traits::filter_last ? (row * taps + tap) * Traits::each + channel
-                                           : (row * Traits::each + channel) * taps + tap;
+        return Traits::filter_last ? (row * taps + tap) * Traits::each + channel
+                                   : (row * Traits::each + channel) * taps + tap;
+    }
+    __device__ static __forceinline__ u32 pair(const T* chunk, int tap, int n, int c) {
         const bool same = n / Traits::out_each == c / Traits::in_each;
-        return same ? chunk[at].bits : 0;
+        return same ? chunk[place(tap, n, c)].bits : 0;
     }
 };
+
+// Four results from n on, of the window at `window` in shared memory and of their own groups alone.
+__device__ __forceinline__ void of_own_groups(float (&sum)[4], const char* window, const T* filters, int n, int phase) {
+#pragma unroll
+    for (int i = 0; i < groups::row_taps * groups::column_taps; ++i) {
+        const int r = i / groups::column_taps, s = i % groups::column_taps;
+        if (row_phase[r] * phases_w + column_phase[s] != phase) continue;
+        const int tap = row_filter[r] * Traits::filter_w + column_filter[s];
+        const int far = row_place[r] * groups::row_slots + groups::slot(column_far[column_place[s]]);
+        const T* const image = reinterpret_cast<const T*>(window + far * groups::image_pitch);
+#pragma unroll 1
+        for (int c = 0; c < Traits::in_each; ++c)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const int channel = (n + k) / Traits::out_each * Traits::in_each + c;
+                sum[k] += float(image[channel]) * float(filters[Filter::place(tap, n + k, channel)]);
+            }
+    }
+}
 
 // Where a lane's results of a strip go: two pixels of each row.
 struct Results {
@@ -86,23 +112,33 @@ struct Results {
         }
     }
 
-    __device__ __forceinline__ void store(int h, const float (&sum)[phases_h][phases_w][2][4], const Params& p) const {
+    // A row's results. Returns a bit for each of its pixels, first those of the first half, that has a NaN among them.
+    __device__ __forceinline__ u32 store(int h, const float (&sum)[phases_h][phases_w][2][4], const Params& p) const {
+        u32 found = 0;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int phase = 0; phase < phases_h * phases_w; ++phase) {
-                const int row = h * phases_h + phase / phases_w, column = phase % phases_w;
-                if (!there[half] || row >= rows || column >= columns[half]) continue;
+            for (int phase = 0; phase < phases; ++phase) {
                 const float (&from)[2][4] = sum[phase / phases_w][phase % phases_w];
-                Traits::Sum value[4] = {from[0][2 * half], from[0][2 * half + 1], from[1][2 * half],
+                const float value[4] = {from[0][2 * half], from[0][2 * half + 1], from[1][2 * half],
                                         from[1][2 * half + 1]};
-                const Index at = first[half] + (Index(row) * p.out_w + column) * p.out_pixel;
-                Traits::Epilogue::apply<4, true>(value, p.operands, channel, at);
-                Pack<Traits::Out, 4> result;
+                if constexpr (mixed)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) result.value[i] = Traits::Out(value[i]);
-                ::store(p.out + at, result);
+                    for (int i = 0; i < 4; ++i) found |= value[i] != value[i] ? 1u << half * phases + phase : 0;
+                store(h, half, phase, value, p);
             }
+        return found;
+    }
+    __device__ __forceinline__ void store(int h, int half, int phase, const float (&sum)[4], const Params& p) const {
+        const int row = h * phases_h + phase / phases_w, column = phase % phases_w;
+        if (!(half ? there[1] : there[0]) || row >= rows || column >= (half ? columns[1] : columns[0])) return;
+        const Index at = (half ? first[1] : first[0]) + (Index(row) * p.out_w + column) * p.out_pixel;
+        Traits::Sum value[4] = {sum[0], sum[1], sum[2], sum[3]};
+        Traits::Epilogue::apply<4, true>(value, p.operands, channel, at);
+        Pack<Traits::Out, 4> result;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) result.value[i] = Traits::Out(value[i]);
+        ::store(p.out + at, result);
     }
 };
 
@@ -138,14 +174,16 @@ igemm_groups(const __grid_constant__ Params p) {
         __syncthreads();
         bring(at + (groups::stages - 1) * gridDim.x, stage ? stage - 1 : groups::stages - 1);
         const groups::Tile tile(at, p.place);
-        const char* const piece = ring + stage * groups::image_bytes + lane / 16 * 16 + groups::first_in(column) * 2;
+        const char* const piece = ring + stage * groups::image_bytes;
         stage = stage + 1 == groups::stages ? 0 : stage + 1;
 #pragma unroll 1
         for (int strip = warp / groups::columns; strip < groups::strips; strip += Traits::warps) {
             const int first = strip % groups::strips_across * 16,
                       first_h = strip / groups::strips_across * groups::rows;
-            const char* const window =
-                piece + groups::Pixel(min(first + lane % 16, groups::across - 1)).window(first_h);
+            const char* const window = piece +
+                                       groups::Pixel(min(first + lane % 16, groups::across - 1)).window(first_h) +
+                                       lane / 16 * 16 + groups::first_in(column) * 2;
+            u32 again = 0;  // a bit for each pixel
             const Results results(first + lane / 4, tile, first_h, first_channel, p);
             float sum[groups::rows][phases_h][phases_w][2][4] = {};
             u32 a[2][groups::distances][slices][4];  // of a row, and of the next one
@@ -176,11 +214,22 @@ igemm_groups(const __grid_constant__ Params p) {
                     }
                 }
                 // The row of results whose windows end here.
-                if (row >= groups::reach && (row - groups::reach) % Traits::step_h == 0)
-                    results.store((row - groups::reach) / Traits::step_h, sum[(row - groups::reach) / Traits::step_h],
-                                  p);
+                if (row >= groups::reach && (row - groups::reach) % Traits::step_h == 0) {
+                    const int h = (row - groups::reach) / Traits::step_h;
+                    again |= results.store(h, sum[h], p) << h * 2 * phases;
+                }
                 __syncwarp();
             }
+            if constexpr (mixed)
+#pragma unroll 1
+                for (int bit = 0; again != 0; ++bit, again >>= 1) {
+                    if (!(again & 1)) continue;
+                    const int h = bit / (2 * phases), half = bit / phases % 2, phase = bit % phases;
+                    const groups::Pixel pixel(min(first + half * 8 + lane / 4, groups::across - 1));
+                    float alone[4] = {};
+                    of_own_groups(alone, piece + pixel.window(first_h + h), filters, column * 16 + lane % 4 * 4, phase);
+                    results.store(h, half, phase, alone, p);
+                }
         }
     }
 }
