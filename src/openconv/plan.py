@@ -209,9 +209,7 @@ def _taken(problem: Problem, core: Problem, engine: Engine) -> tuple[str | None,
     return bias, rest
 
 
-def steps_of(
-    problem: Problem, device: Device, candidate: Candidate, policy: Policy | None = None
-) -> tuple[str, ...]:  # fmt: skip
+def steps_of(problem: Problem, device: Device, candidate: Candidate, policy: Policy | None = None) -> tuple[str, ...]:
     """What a call of the candidate does, in order, one phrase each; nothing is built."""
     return _all_steps(problem, _core(problem, device, candidate, policy), device, candidate)
 

@@ -72,6 +72,16 @@ def usual_problems() -> Iterator[Problem]:
                 for direction in ("fprop", "dgrad", "wgrad"):
                     yield Problem.parse(f"{direction} {layer} {dtype} {layout}")
                 yield Problem.parse(f"fprop {layer} {dtype} {layout} +bias+relu")
+    # What tensor cores do besides: other ways to form products, and what is fused around them.
+    layer = "n16 c64 h56 w56 k64 r3 s3 pad1"
+    for direction in ("fprop", "dgrad", "wgrad"):
+        for precision in ("tf32", "tf32x3"):
+            yield Problem.parse(f"{direction} {layer} f32 nhwc {precision}")
+    for dtypes in ("i8*i8>i32", "i8*i8>f32", "e4m3*e4m3>f16", "e5m2*e4m3>bf16"):
+        yield Problem.parse(f"fprop {layer} {dtypes} nhwc")
+    for fused in ("x+scale+bias+relu", "+bias+keep+relu", "stats", "+bias+residual+relu"):
+        yield Problem.parse(f"fprop {layer} f16 nhwc {fused}")
+    yield Problem.parse(f"wgrad {layer} f16 nhwc x+scale+bias+relu")
     for dtype in ("f16", "bf16"):
         layer = f"n16 c64 h56 w56 k64 r3 s3 pad1 {dtype} nhwc x+scale+bias+relu"
         yield Problem.parse(f"fprop {layer} +bias+keep+relu stats")
