@@ -47,7 +47,7 @@ IMAGES = [name for name in NAMES if " h" in PROBLEMS[name]]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("name", IMAGES[::4])
+@pytest.mark.parametrize("name", IMAGES[::6])
 def test_right(name, direction):
     check(PROBLEMS[name], direction, SMALL)
 
@@ -110,9 +110,17 @@ def test_right_on_layers(text, direction):
         check(text, direction, replace(Tile(32, 128, 1, 4, 64, 4), splits=3), "bf16")
 
 
-@pytest.mark.parametrize("direction", ["fprop", "dgrad"])
-@pytest.mark.parametrize("layout, splits", [("nhwc", 1), ("nhwc", 3), ("nchw", 1)])
-@pytest.mark.parametrize("text", ["n1 c9 h5 w5 k7 r3 s3 pad1", "n1 c24 h4 w5 k12 r3 s3 stride2 pad1 g3"])
+# Each is a kernel to compile: odd channels once in dgrad.
+CASES = [
+    (text, direction, layout, splits)
+    for text in ("n1 c9 h5 w5 k7 r3 s3 pad1", "n1 c24 h4 w5 k12 r3 s3 stride2 pad1 g3")
+    for direction in ("fprop", "dgrad")
+    for layout, splits in (("nhwc", 1), ("nhwc", 3), ("nchw", 1))
+    if direction == "fprop" or " c24" in text or (layout, splits) == ("nhwc", 1)
+]
+
+
+@pytest.mark.parametrize("text, direction, layout, splits", CASES)
 @pytest.mark.parametrize(
     "epilogue", ["+bias+relu", "+bias+residual+relu", "+=sub(tanh(t.b),max(acc,c.a))", "+mul(s.a)"]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, gcd, prod
 
 from ..problem import DTYPE_BYTES, Problem
@@ -81,6 +82,7 @@ def is_last(problem: Problem, tensor: int) -> bool:
     return problem.layouts[tensor] == "nhwc" or channels == 1 or pixels == 1
 
 
+@lru_cache(maxsize=512)
 def turned_inputs(problem: Problem) -> list[Turn | None]:
     """Of the two inputs, those that have to be copied."""
     size = DTYPE_BYTES[problem.dtypes[problem.inputs[0]]]

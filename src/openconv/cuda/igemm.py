@@ -124,7 +124,7 @@ class Igemm(Engine):
 
     def traits(self, problem: Problem, knobs: Tile) -> Traits:
         # Additions within an mma cut bits off rather than round: two units in the last place for 32 bytes of depth.
-        work = _Work(problem, knobs)
+        work = _work(problem, knobs)
         chain = ceil(work.steps / knobs.splits) * knobs.depth
         error = (chain * work.size / 16 * work.products + 2 * knobs.splits + 16) * 2.0**-23
         if work.sums == "int":
@@ -149,11 +149,11 @@ class Igemm(Engine):
 
     def cost(self, problem: Problem, device: Device, knobs: Tile) -> float:
         assert isinstance(device, CudaDevice)
-        return _Work(problem, knobs).seconds(device)
+        return _work(problem, knobs).seconds(device)
 
     def build(self, problem: Problem, device: Device, knobs: Tile) -> Runner:
         assert isinstance(device, CudaDevice)
-        work, memory, turned = _Work(problem, knobs), _Memory(problem, knobs), turned_inputs(problem)
+        work, memory, turned = _work(problem, knobs), _Memory(problem, knobs), turned_inputs(problem)
         main, *others = self.sources(problem, device, knobs)
         name = "igemm_wgrad" if problem.direction == "wgrad" else "igemm_conv"
         follows = any(turned)
@@ -201,7 +201,7 @@ class Igemm(Engine):
 
     def sources(self, problem: Problem, device: Device, knobs: Tile) -> list[jit.Source]:
         """What :meth:`build` compiles."""
-        work = _Work(problem, knobs)
+        work = _work(problem, knobs)
         file = "igemm_wgrad.cu" if problem.direction == "wgrad" else "igemm.cu"
         made = [jit.Source(file, fusion.traits(_stored(problem), work.constants))]
         if knobs.splits > 1:
@@ -259,6 +259,7 @@ class Axis:
     taps: tuple[tuple[int, int, int], ...]
 
 
+@lru_cache(maxsize=512)
 def axes(problem: Problem) -> list[Axis]:
     """The axes of a fprop or dgrad."""
     found = []
@@ -483,10 +484,13 @@ class _Work:
         return 5.6e-6 + floors[2] + 0.67 * floors[1] + (apart if tile.splits > 1 else 0.0) + turned
 
 
+_work = lru_cache(maxsize=4096)(_Work)
+
+
 @lru_cache(maxsize=512)
 def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
     assert isinstance(device, CudaDevice)
-    seconds = {tile: _Work(problem, tile).seconds(device) for tile in _tiles(problem, device)}
+    seconds = {tile: _work(problem, tile).seconds(device) for tile in _tiles(problem, device)}
     ordered = sorted(seconds, key=seconds.__getitem__)
     best = ordered[:_ALTERNATIVES]
     # Which order shares more in L2 is not predicted: the other one is for the tuner.
@@ -505,7 +509,7 @@ def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
                 tile = Tile(rows, columns, warps_m, warps_n, depth // DTYPE_BYTES[_dtypes(problem)[0]], stages)
                 if not _shares(problem, tile):
                     continue
-                work = _Work(problem, tile)
+                work = _work(problem, tile)
                 if depth == 128 and not work.whole:  # long to compile
                     continue
                 if work.shared > min(_SHARED, device.shared_bytes) or (work.registers > 240 and not work.large):
