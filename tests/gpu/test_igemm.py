@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from openconv.cuda.igemm import Igemm
-from openconv.engine import engines
 from openconv.problem import DIRECTIONS, Problem
 from tests.support import (
     accepts,
@@ -35,8 +34,6 @@ LAYERS = (
 TYPES = ("f16", "bf16", "f32 ieee", "f32 tf32", "f32 tf32x3", "i8*i8>i32", "i8*i8>f32", "f16*f16>f32", "e4m3*e4m3>f16",
          "e4m3*e5m2>bf16", "e5m2*e4m3>f32", "e5m2*e5m2>f16")  # fmt: skip
 ENGINE = Igemm()
-if ENGINE.name not in [engine.name for engine in engines("cuda")]:
-    pytest.skip(f"{ENGINE.name} is not among the engines yet", allow_module_level=True)
 
 
 def problem_of(text: str, direction: str, dtype: str, layout: str) -> Problem:

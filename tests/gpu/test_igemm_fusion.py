@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from openconv.cuda.igemm import Igemm
-from openconv.engine import engines
 from openconv.plan import plan_for
 from openconv.problem import Problem
 from openconv.reference import allowed_error, error_of, random_inputs
@@ -14,8 +13,6 @@ from openconv.select import Policy
 from tests.support import this_device
 
 ENGINE = Igemm()
-if ENGINE.name not in [engine.name for engine in engines("cuda")]:
-    pytest.skip(f"{ENGINE.name} is not among the engines yet", allow_module_level=True)
 
 LAYERS = (
     "n4 c64 h28 w28 k64 r3 s3 pad1",

@@ -80,7 +80,7 @@ class IgemmGroups(Engine):
 
     def workspace_bytes(self, problem: Problem, device: Device, knobs: Tile) -> int:
         assert isinstance(device, CudaDevice)
-        return _Work(problem, knobs, device).workspace
+        return _work(problem, knobs, device).workspace
 
     def copies(self, problem: Problem, knobs: Tile) -> tuple[str, ...]:
         turned = _turned(problem)
@@ -92,11 +92,11 @@ class IgemmGroups(Engine):
 
     def cost(self, problem: Problem, device: Device, knobs: Tile) -> float:
         assert isinstance(device, CudaDevice)
-        return _Work(problem, knobs, device).seconds
+        return _work(problem, knobs, device).seconds
 
     def build(self, problem: Problem, device: Device, knobs: Tile) -> Runner:
         assert isinstance(device, CudaDevice)
-        work = _Work(problem, knobs, device)
+        work = _work(problem, knobs, device)
         main, *others = self.sources(problem, device, knobs)
         wgrad = problem.direction == "wgrad"
         name = "igemm_groups_wgrad" if wgrad else "igemm_groups"
@@ -136,7 +136,7 @@ class IgemmGroups(Engine):
     def sources(self, problem: Problem, device: Device, knobs: Tile) -> list[jit.Source]:
         """What :meth:`build` compiles."""
         assert isinstance(device, CudaDevice)
-        work = _Work(problem, knobs, device)
+        work = _work(problem, knobs, device)
         traits = render.traits(problem, work.constants) + work.taps
         copied = [turn.source for turn in work.turned if turn]
         if problem.direction != "wgrad":
@@ -334,10 +334,13 @@ class _Work:
         return begin + floors[2] + 0.64 * floors[1] + (apart if problem.direction == "wgrad" else 0.0) + turned
 
 
+_work = lru_cache(maxsize=4096)(_Work)
+
+
 @lru_cache(maxsize=512)
 def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
     assert isinstance(device, CudaDevice)
-    seconds = {tile: _Work(problem, tile, device).seconds for tile in _tiles(problem, device)}
+    seconds = {tile: _work(problem, tile, device).seconds for tile in _tiles(problem, device)}
     return tuple(sorted(seconds, key=seconds.__getitem__)[:_ALTERNATIVES])
 
 
@@ -357,7 +360,7 @@ def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
                     continue
                 for stages in (2, 3):
                     tile = Tile(groups, images, high, wide, rows_each, warps, stages)
-                    work = _Work(problem, tile, device)
+                    work = _work(problem, tile, device)
                     fits = work.shared <= min(_SHARED, device.shared_bytes) and work.bits <= 32
                     if fits and 512 * work.splits * work.fours <= _MOST_WORKSPACE:
                         yield tile

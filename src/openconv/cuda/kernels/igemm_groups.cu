@@ -33,7 +33,7 @@ constexpr int phases_h = Traits::phases_h, phases_w = Traits::phases_w, phases =
 constexpr bool mixed = Traits::out_each < 16;  // a column has several groups
 static_assert(!mixed || groups::rows * phases * 2 <= 32, "a lane has a bit for each pixel of a strip");
 constexpr int filter_rows = Traits::turned ? groups::in_chunk : groups::out_chunk;
-constexpr int filter_elements = filter_rows * taps * Traits::each, filter_bytes = filter_elements * 2;
+constexpr int filter_elements = filter_rows * taps * Traits::each;
 
 struct Params {
     const T* image;

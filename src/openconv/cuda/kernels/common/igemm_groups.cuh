@@ -27,7 +27,7 @@
 namespace groups {
 
 constexpr int in_chunk = Traits::in_chunk, out_chunk = Traits::out_chunk, columns = out_chunk / 16;
-constexpr int high = Traits::high, wide = Traits::wide, images = Traits::images, count = images * high * wide;
+constexpr int high = Traits::high, wide = Traits::wide, images = Traits::images;
 constexpr int halo_h = Traits::halo_h, halo_w = Traits::halo_w, halo = images * halo_h * halo_w;
 constexpr int threads = 32 * columns * Traits::warps, stages = Traits::stages;
 constexpr int rows = Traits::rows, across = images * wide, strips_across = (across + 15) / 16;
