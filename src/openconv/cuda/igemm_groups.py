@@ -261,6 +261,8 @@ class _Work:
         )
         beside = self.halo_slots * pitch if wgrad else knobs.groups * each_in * each_out * self.all_taps * 2
         self.shared = knobs.stages * self.stage_bytes + beside
+        if wgrad and knobs.warps > 1:  # their sums
+            self.shared = max(self.shared, 16 * self.threads * self.all_taps * 2 * self.slices)
         live = 8 * len(rows.taps) * len(columns.taps) * ceil(self.reach / step_h)  # sums of rows that are not complete
         operands = 4 * len(self.distances) * self.slices * 2
         registers = 40 + operands + self.all_taps * self.slices * (8 if wgrad else 4) + (12 if wgrad else live)
@@ -275,7 +277,7 @@ class _Work:
         self.turns = ceil(self.tiles / blocks)
         blocks = ceil(self.tiles / self.turns)  # as even as it goes
         self.grid = (blocks, self.chunks, 1)
-        self.splits = blocks * knobs.warps
+        self.splits = blocks
         self.fours = self.chunks * self.columns * self.all_taps * 2 * self.slices  # sums of wgrad, in fours of 32 lanes
         self.workspace = 512 * self.splits * self.fours if wgrad else 0
         self.turned = _turned(problem)

@@ -5,8 +5,8 @@
 // common/igemm_groups.cuh says how groups and pixels lie. A tile's dy and the piece of x under it are read once; each
 // warp keeps the sums of all taps of a column in registers. Both operands lie across the depth, which is the pixels.
 //
-// Blocks stay: each goes through tiles of its chunk of groups. The sums of every warp that shares a column's pixels are
-// a split of their own, which igemm_groups_sum adds up in a fixed order.
+// Blocks stay: each goes through tiles of its chunk of groups. A block's sums are a split, of which igemm_groups_sum adds
+// all up in a fixed order.
 //
 // Traits: those of common/igemm_groups.cuh; uneven (the last tile of an image may have fewer rows), follows (another
 // kernel, that made an input).
@@ -132,14 +132,35 @@ igemm_groups_wgrad(const __grid_constant__ Params p) {
         }
     }
 
-    // The sums as the lanes have them, four at a time.
-    constexpr int fours = taps * 2 * slices;
-    const int part = blockIdx.x * Traits::warps + warp / groups::columns;
-    const int tile = (part * gridDim.y + chunk) * groups::columns + column;
-    Pack<float, 4>* const to = p.parts + (i64(tile) * fours * 32 + lane);
-#pragma unroll
-    for (int i = 0; i < fours; ++i) {
+    // The sums as the lanes have them, four at a time: warps that share a column's pixels add theirs up in shared memory,
+    // each some of the fours.
+    constexpr int fours = taps * 2 * slices, warps = Traits::warps;
+    const auto four = [&](int i) {
         const float (&from)[4] = sum[i / (2 * slices)][i % (2 * slices)];
-        to[i * 32] = {from[0], from[1], from[2], from[3]};
+        return Pack<float, 4>{from[0], from[1], from[2], from[3]};
+    };
+    const int tile = (blockIdx.x * gridDim.y + chunk) * groups::columns + column;
+    Pack<float, 4>* const to = p.parts + (i64(tile) * fours * 32 + lane);
+    if constexpr (warps == 1) {
+#pragma unroll
+        for (int i = 0; i < fours; ++i) to[i * 32] = four(i);
+    } else {
+        const int part = warp / groups::columns;
+        Pack<float, 4>* const all = reinterpret_cast<Pack<float, 4>*>(ring) + column * warps * fours * 32 + lane;
+        tensor::wait<0>();
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < fours; ++i) all[(part * fours + i) * 32] = four(i);
+        __syncthreads();
+        for (int i = part; i < fours; i += warps) {
+            auto total = all[i * 32];
+#pragma unroll
+            for (int other = 1; other < warps; ++other) {
+                const auto more = all[(other * fours + i) * 32];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) total.value[j] += more.value[j];
+            }
+            to[i * 32] = total;
+        }
     }
 }
