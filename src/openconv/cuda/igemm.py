@@ -27,13 +27,14 @@ _MOST_STRIDE = 16  # dgrad: as many phases an axis
 _MOST_WORKSPACE = 256 << 20
 _CLOCK = 2.27e9  # cycles a second that shared memory seems to have, since it works beside the products
 _STEP = 0.18e-6  # of a step, however little it multiplies
+_MOST_LISTED = 2048  # rows of the filter whose places a block lists
 _MOST_COPIES = 16  # of a thread and step: their places are in registers beside the sums
 
 # Results of a block, rows by columns, and its warps along both.
 _SHAPES = (
     (128, 256, 2, 4), (256, 128, 4, 2), (128, 128, 2, 2), (256, 64, 4, 1), (64, 256, 1, 4), (128, 64, 2, 2),
-    (64, 128, 2, 2), (64, 64, 2, 2), (128, 32, 4, 1), (64, 32, 2, 1), (128, 16, 4, 1), (32, 128, 1, 4), (32, 64, 1, 2),
-    (128, 128, 2, 4), (256, 64, 4, 2),
+    (64, 128, 2, 2), (64, 64, 2, 2), (256, 32, 4, 1), (128, 32, 4, 1), (64, 32, 2, 1), (256, 16, 4, 1), (128, 16, 4, 1),
+    (32, 128, 1, 4), (32, 64, 1, 2), (128, 128, 2, 4), (256, 64, 4, 2),
 )  # fmt: skip
 
 # On CUDA cores a thread has 8 x 8 results at most: a warp 64 x 32.
@@ -345,14 +346,22 @@ class _Work:
             self.plane = prod(problem.out if fprop else problem.spatial)
             self.inner = results if self.last else self.plane if phases == 1 else 1
             span = channels if fprop else ceil(channels / knobs.depth) * knobs.depth
+            bits = (32 if taps <= 32 else 64 if taps <= 64 else 0) if piece // gcd(piece, channels) <= 8 else 0
+            listed = 0
+            if not fprop and bits and taps * channels <= _MOST_LISTED and 8 * span > 9 * channels:
+                span = channels
+                listed = ceil(taps * channels / knobs.depth) * knobs.depth
             rows = problem.n * prod(axis.count for axis in axes_)
             self.steps = ceil(taps * span / knobs.depth)
             self.grid = (ceil(rows / knobs.rows) * ceil(results / knobs.columns), groups, phases * knobs.splits)
-            self.shared += knobs.rows * ((12 if render.index_type(problem) == "int" else 24) + 4 * rank)
+            index = 4 if render.index_type(problem) == "int" else 8
+            window = 2 * max(index, bits // 8)
+            self.shared += knobs.rows * (window + index + 4 * rank)
+            self.shared += 4 * max(1, listed)
             counts = [len(axis.taps) for axis in axes_] + [1] * (3 - rank)
             constants |= {
                 "pixels": knobs.rows, "filters": knobs.columns, "along": fprop,
-                "masked": channels % piece == 0 and span >= knobs.depth and taps <= 32,
+                "bits": bits, "masked": channels % piece == 0 and span >= knobs.depth and bits == 32, "listed": listed,
                 "a_vector": gcd(piece, channels), "b_vector": gcd(piece, taps * c if fprop else c),
                 "together": gcd(4 if knobs.splits > 1 else 16 // out, self.inner),
                 "early": self.early, "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],
@@ -389,7 +398,7 @@ class _Work:
     @property
     def apart(self) -> bool:
         """Whether the tap of each copy of the image is looked up by itself."""
-        return self.problem.direction != "wgrad" and not self.constants["masked"] and not self.whole
+        return self.problem.direction != "wgrad" and not self.constants["bits"]
 
     @property
     def lane_share(self) -> float:
@@ -427,7 +436,7 @@ class _Work:
     def residents(self) -> int:
         """Blocks that a multiprocessor holds."""
         registers = self.knobs.threads * min(255, self.registers)
-        return max(1, min(_REGISTERS // registers, 4, _SHARED // (self.shared + 1024)))
+        return max(1, min(_REGISTERS // registers, 8, _SHARED // (self.shared + 1024)))
 
     @property
     def sum_together(self) -> int:

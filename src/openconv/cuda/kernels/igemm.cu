@@ -10,7 +10,8 @@
 // A block has `pixels` x `filters` results and goes through the depth, taps times channels, in steps. A thread brings
 // the pieces of 16 bytes of one column of a step's tiles: its place in the depth is one state for all its pixels.
 //   fprop   the filter lies along the depth in memory: the depth is cut without regard to taps
-//   dgrad   the filter lies across it: a step belongs to one tap, so that its rows are filters one after the other
+//   dgrad   the filter lies across it: a step belongs to one tap, so that its rows are filters one after the other;
+//           where that would leave much of a step empty (`listed`), a list in shared memory says where each row is
 //
 // Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then `Windows`.
 //
@@ -19,10 +20,14 @@
 //
 // A prologue is computed in shared memory: by the thread that brought a piece, where the piece is inside of the image.
 //
-// `masked`, the usual case: pieces are vectors, a tap has at least a step of channels and there are at most 32 taps, so
-// that the next step belongs to the same tap or to the next one, and a bit says whether that is inside.
+// `bits`, 32 or 64: there are at most as many taps, and a bit says whether a pixel's tap is inside; else 0. `masked`, the
+// usual case: there are 32, pieces are vectors and a tap has at least a step of channels, so that the next step belongs to the same tap or to the
+// next one.
 //
-// Traits: rank, masked, last (channels, in the result), follows (another kernel, that made an input), pixels, filters,
+// What is less than four bytes, no copy can bring beside the threads: it is loaded in front of a row's products and
+// stored behind them.
+//
+// Traits: rank, bits, masked, listed (depth of the list, or 0), last (channels, in the result), follows (another kernel, that made an input), pixels, filters,
 // depth (elements of a step), warps_m, warps_n, stages, residents, rows_first (blocks with successive numbers share n,
 // not m), products (of tf32 for one of f32; 0: on CUDA cores), Factors (types that are multiplied), along (the filter
 // lies along the depth), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise),
@@ -113,17 +118,19 @@ struct Phase {
     }
 };
 
-// The pixels of a block: where their windows begin in the image, as an element and as a place, which of up to 32 taps
+// The pixels of a block: where their windows begin in the image, as an element and as a place, which of up to 64 taps
 // are inside of the image, and where the results go, -1 of those that are not there. In shared memory, since registers
 // are full of sums.
+using Mask = igemm::If<Traits::bits == 64, u64, u32>::type;
 struct Window {
     Index base;
-    u32 taps;
+    Mask taps;
 };
 struct Windows {
     Window window[BM];
     Index result[BM];
     int at[rank][BM];
+    int listed[Traits::listed ? Traits::listed : 1];  // of the depth: where its row of the filter is
 
     __device__ __forceinline__ void fill(int first_m, int first_n, int group, const Phase& phase, const Params& p) {
         for (int row = threadIdx.x; row < BM; row += threads) {
@@ -134,7 +141,7 @@ struct Windows {
             const Index first_channel = group * p.results_each + first_n;
             Index from = group * p.channels, to = 0;
             Index in_size = p.image_pixel, out_size = last ? p.out_pixel : 1;
-            u32 taps = there;
+            Mask taps = there;
             int count = 1;
 #pragma unroll
             for (int i = rank - 1; i >= 0; --i) {
@@ -147,8 +154,8 @@ struct Windows {
                 to += out_size * out;
                 in_size *= axis.in;
                 out_size *= axis.out;
-                if constexpr (Traits::masked) {  // of the taps so far, once for each along this axis that is inside
-                    u32 all = 0;
+                if constexpr (Traits::bits) {  // of the taps so far, once for each along this axis that is inside
+                    Mask all = 0;
                     for (int j = 0; j < phase.taps[i].count; ++j)
                         if (unsigned(in + phase.taps[i].offset + j * axis.offset_step) < unsigned(axis.in))
                             all |= taps << j * count;
@@ -161,6 +168,7 @@ struct Windows {
             result[row] = stored ? to : Index(-1);
         }
     }
+    __device__ __forceinline__ void list(const Phase& phase, const Params& p);
 };
 
 // A thread's place in the depth: tap j of each axis and a channel, and how far that is from where a window begins.
@@ -223,9 +231,12 @@ struct Depth {
         filter_tap += carries ? taps * p.axis[0].filter_step : 0;
         return wraps;
     }
-    __device__ __forceinline__ void advance_far(int by, const Phase& phase, const Params& p) {
+    // How many taps further.
+    __device__ __forceinline__ int advance_far(int by, const Phase& phase, const Params& p) {
+        int taps = 0;
 #pragma unroll 1
-        for (; by > 0; by -= p.span) advance(min(by, p.span), phase, p);
+        for (; by > 0; by -= p.span) taps += advance(min(by, p.span), phase, p);
+        return taps;
     }
     __device__ __forceinline__ bool inside(const Phase& phase) const { return j[0] < phase.taps[0].count; }
     __device__ __forceinline__ bool inside(int row, const Windows& windows, const Phase& phase, const Params& p) const {
@@ -238,24 +249,40 @@ struct Depth {
     }
 };
 
-// What a thread brings of each step: a column of pieces of the image, and one of the filter. Pieces of the image that
-// are not `masked` are brought vector by vector, each for all of the thread's pixels: its place in the depth is theirs.
+__device__ __forceinline__ void Windows::list(const Phase& phase, const Params& p) {
+    for (int at = threadIdx.x; at < Traits::listed; at += threads) {
+        const Depth depth(at, phase, p);
+        listed[at] = depth.inside(phase) ? depth.channel * p.filter_row + depth.filter_tap * p.filter_tap : -1;
+    }
+}
+
+// What a thread brings of each step: a column of pieces of the image, and one of the filter. Its place in the depth is
+// that of all its pixels. Without `bits`, pieces of the image are brought vector by vector, each for all pixels.
 struct Copies {
-    static constexpr int of_image = Traits::masked ? a_count : per_piece / Traits::a_vector;
+    static constexpr int a_vectors = per_piece / Traits::a_vector;
+    static constexpr int of_image = Traits::bits ? a_count : a_vectors;
     static constexpr int count = of_image + b_count, batches = (count + 3) / 4;
     static constexpr bool prepares = false, changes = false;
-    using Place = Window;
+    // Loaded and stored rather than copied.
+    static constexpr bool loads_a = Traits::bits && Traits::a_vector * sizeof(T) < 4;
+    static constexpr bool loads_b = Traits::b_vector * sizeof(T) < 4;
+    struct Place {
+        Window window;
+        Pack<T, per_piece> held;
+    };
 
     const Params& p;
     const Phase& phase;
     const Windows& windows;
     int a_row, a_piece, b_row, b_piece;
-    int steps;          // that are left
-    Depth depth, part;  // of the piece, and of the vector that comes next where they are brought one by one
-    u32 tap;            // masked: a bit for the tap that the depth is at, 0 behind the last step
-    int filter_left;    // along: elements of a filter from the piece on
-    int results_left;   // along: filters from the first one on; across: channels of the result from the piece on
-    Index filter_from;  // along: the piece in the first filter; across: without filter and tap
+    int steps;              // that are left
+    Depth depth, part;      // of the piece, and of the vector that comes next where they are brought one by one
+    Mask tap, part_tap;     // a bit for the tap that these are at, 0 behind the last step
+    Mask taps[a_vectors];   // not masked: the same of the piece's vectors,
+    Index away[a_vectors];  // and how far they are from where a window begins
+    int filter_left;        // along: elements of a filter from the piece on; listed: of the depth, from its first on
+    int results_left;       // along: filters from the first one on; across: channels of the result from the piece on
+    Index filter_from;      // along: the piece in the first filter; across: without filter and tap
 
     __device__ __forceinline__ Copies(const Windows& windows, int first_n, int group, int begin, int steps,
                                       const Phase& phase, const Params& p)
@@ -269,7 +296,8 @@ struct Copies {
           steps(steps),
           depth(begin * BK + a_piece * per_piece, phase, p),
           part(depth) {
-        tap = steps > 0 ? 1u << (depth.tap(phase) & 31) : 0;
+        tap = part_tap = steps > 0 ? Mask(1) << (depth.tap(phase) & (8 * int(sizeof(Mask)) - 1)) : 0;
+        if constexpr (Traits::bits && !Traits::masked) look();
         if constexpr (Traits::along) {
             const int at = begin * BK + b_piece * per_piece;
             filter_left = phase.count * p.span - at;
@@ -278,20 +306,47 @@ struct Copies {
         } else {
             results_left = steps > 0 ? p.results_each - first_n - b_piece * per_piece : 0;
             filter_from = Index(group) * p.channels * p.filter_row + first_n + b_piece * per_piece;
+            filter_left = begin * BK;
         }
     }
 
-    __device__ __forceinline__ Window from(int i) const {
-        return Traits::masked && i < a_count ? windows.window[a_row + i * a_rows] : Window{};
+    __device__ __forceinline__ Place from(int i) const {
+        Place found{};
+        if (i >= of_image) {
+            if constexpr (loads_b)
+                filter(i - of_image, [&](int v, const Traits::B* from, bool inside) {
+                    igemm::fetch<Traits::b_vector>(found.held.value + v, reinterpret_cast<const T*>(from), inside);
+                });
+        } else if constexpr (Traits::bits) {
+            found.window = windows.window[a_row + i * a_rows];
+            if constexpr (loads_a)
+                image(found.window, [&](int v, const T* from, bool inside) {
+                    igemm::fetch<Traits::a_vector>(found.held.value + v, from, inside);
+                });
+        }
+        return found;
     }
 
-    __device__ __forceinline__ void copy(char* tiles, int i, const Window& window) {
-        if (i >= of_image)
-            filter(tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i - of_image), i - of_image);
-        else if constexpr (Traits::masked)
-            image(tiles + ATile::place<a_rows>(a_row, a_piece, i), window);
-        else
+    __device__ __forceinline__ void copy(char* tiles, int i, const Place& found) {
+        if (i >= of_image) {
+            char* const to = tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i - of_image);
+            if constexpr (loads_b)
+                store(reinterpret_cast<T*>(to), found.held);
+            else
+                filter(i - of_image, [&](int v, const Traits::B* from, bool inside) {
+                    igemm::bring<Traits::b_vector>(to + v * int(sizeof(T)), from, inside);
+                });
+        } else if constexpr (Traits::bits) {
+            char* const to = tiles + ATile::place<a_rows>(a_row, a_piece, i);
+            if constexpr (loads_a)
+                store(reinterpret_cast<T*>(to), found.held);
+            else
+                image(found.window, [&](int v, const T* from, bool inside) {
+                    igemm::bring<Traits::a_vector>(to + v * int(sizeof(T)), from, inside);
+                });
+        } else {
             vectors(tiles, i * Traits::a_vector);
+        }
     }
 
     __device__ __forceinline__ void end() {
@@ -299,22 +354,46 @@ struct Copies {
             tap <<= depth.advance(BK, phase, p);
         } else {
             // `part` is a piece further already.
-            part.advance_far(BK - per_piece, phase, p);
+            part_tap <<= part.advance_far(BK - per_piece, phase, p);
             depth = part;
+            tap = part_tap;
         }
         if constexpr (Traits::along) {
             filter_left -= BK;
             filter_from += BK;
+        } else {
+            filter_left += BK;
         }
         --steps;
         tap = steps > 0 ? tap : 0;
+        if constexpr (Traits::bits && !Traits::masked) look();
         results_left = steps > 0 ? results_left : 0;
     }
 
   private:
-    __device__ __forceinline__ void image(char* to, const Window& window) const {
-        const bool inside = (window.taps & tap) != 0 && (Traits::along || depth.channel < p.channels);
-        igemm::bring<per_piece>(to, p.image + (window.base + depth.away), inside);
+    // The vectors of the piece that the depth is at.
+    __device__ __forceinline__ void look() {
+        part = depth;
+        part_tap = tap;
+#pragma unroll
+        for (int v = 0; v < a_vectors; ++v) {
+            taps[v] = Traits::along || part.channel < p.channels ? part_tap : 0;
+            away[v] = part.away;
+            part_tap <<= part.advance(Traits::a_vector, phase, p);
+        }
+    }
+
+    // `take` gets the vectors of a pixel's piece one by one.
+    template <class Take>
+    __device__ __forceinline__ void image(const Window& window, const Take& take) const {
+        if constexpr (Traits::masked) {
+            const bool inside = (window.taps & tap) != 0 && (Traits::along || depth.channel < p.channels);
+            take(0, p.image + (window.base + depth.away), inside);
+        } else {
+#pragma unroll
+            for (int v = 0; v < a_vectors; ++v)
+                take(v * Traits::a_vector, p.image + (window.base + away[v]), (window.taps & taps[v]) != 0);
+        }
     }
 
     __device__ __forceinline__ void vectors(char* tiles, int v) {
@@ -329,7 +408,8 @@ struct Copies {
         part.advance(Traits::a_vector, phase, p);
     }
 
-    __device__ __forceinline__ void filter(char* to, int i) const {
+    template <class Take>
+    __device__ __forceinline__ void filter(int i, const Take& take) const {
         bool inside;
         Index from = filter_from;
         int left;  // elements that are there from the first of the piece on
@@ -337,6 +417,12 @@ struct Copies {
             inside = i * b_rows < results_left;
             left = filter_left;
             from += Index(i * b_rows) * p.filter_row;
+        } else if constexpr (Traits::listed) {
+            const int row = filter_left + b_row + i * b_rows;
+            const int at = row < Traits::listed ? windows.listed[row] : -1;
+            inside = at >= 0;
+            left = results_left;
+            from += at;
         } else {
             const int row = depth.channel - a_piece * per_piece + b_row + i * b_rows;
             inside = row < p.channels;
@@ -344,8 +430,7 @@ struct Copies {
             from += Index(row) * p.filter_row + Index(depth.filter_tap) * p.filter_tap;
         }
 #pragma unroll
-        for (int v = 0; v < per_piece; v += Traits::b_vector)
-            igemm::bring<Traits::b_vector>(to + v * int(sizeof(T)), p.filter + (from + v), inside && v < left);
+        for (int v = 0; v < per_piece; v += Traits::b_vector) take(v, p.filter + (from + v), inside && v < left);
     }
 };
 
@@ -355,7 +440,7 @@ struct Changed : Copies {
 
     int first_channel;
     Depth at;
-    u32 at_tap;
+    Mask at_tap;
 
     __device__ __forceinline__ Changed(const Windows& windows, int first_n, int group, int begin, int steps,
                                        const Phase& phase, const Params& p)
@@ -579,6 +664,7 @@ igemm_conv(const __grid_constant__ Params p) {
     const int begin = int(i64(all_steps) * split / p.splits), end = int(i64(all_steps) * (split + 1) / p.splits);
 
     windows.fill(first_m, first_n, group, phase, p);
+    if constexpr (Traits::listed) windows.list(phase, p);
     __syncthreads();  // `Copies` looks at them
 
     // Load and compute.

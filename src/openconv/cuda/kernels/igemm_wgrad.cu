@@ -81,7 +81,12 @@ struct alignas(16) Window {
 struct Copies {
     static constexpr int count = a_count + b_count, batches = (count + 3) / 4;
     static constexpr bool prepares = true, changes = false;
-    using Place = Window;
+    // What is less than four bytes is loaded in front of a row's products and stored behind them.
+    static constexpr bool loads_a = Traits::a_vector * sizeof(T) < 4, loads_b = Traits::b_vector * sizeof(T) < 4;
+    struct Place {
+        Window window;
+        Pack<T, per_piece> held;
+    };
 
     const Params& p;
     Window (*windows)[BK];  // of the pixels of a step, of some steps in turn
@@ -142,15 +147,41 @@ struct Copies {
         }
     }
 
-    __device__ __forceinline__ Window from(int i) const {
-        return i < a_count ? Window{} : windows[step % window_steps][b_row + (i - a_count) * b_rows];
+    __device__ __forceinline__ Place from(int i) const {
+        Place found{};
+        if (i < a_count) {
+            if constexpr (loads_a)
+                gradient(i, [&](int v, const Traits::B* from, bool inside) {
+                    igemm::fetch<Traits::a_vector>(found.held.value + v, reinterpret_cast<const T*>(from), inside);
+                });
+        } else {
+            found.window = windows[step % window_steps][b_row + (i - a_count) * b_rows];
+            if constexpr (loads_b)
+                image(found.window, [&](int v, const T* from, bool inside) {
+                    igemm::fetch<Traits::b_vector>(found.held.value + v, from, inside);
+                });
+        }
+        return found;
     }
 
-    __device__ __forceinline__ void copy(char* tiles, int i, const Window& window) const {
-        if (i < a_count)
-            gradient(tiles + ATile::place<a_rows>(a_row, a_piece, i), i);
-        else
-            image(tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i - a_count), window);
+    __device__ __forceinline__ void copy(char* tiles, int i, const Place& found) const {
+        if (i < a_count) {
+            char* const to = tiles + ATile::place<a_rows>(a_row, a_piece, i);
+            if constexpr (loads_a)
+                store(reinterpret_cast<T*>(to), found.held);
+            else
+                gradient(i, [&](int v, const Traits::B* from, bool inside) {
+                    igemm::bring<Traits::a_vector>(to + v * int(sizeof(T)), from, inside);
+                });
+        } else {
+            char* const to = tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i - a_count);
+            if constexpr (loads_b)
+                store(reinterpret_cast<T*>(to), found.held);
+            else
+                image(found.window, [&](int v, const T* from, bool inside) {
+                    igemm::bring<Traits::b_vector>(to + v * int(sizeof(T)), from, inside);
+                });
+        }
     }
 
     __device__ __forceinline__ void end() {
@@ -167,21 +198,20 @@ struct Copies {
     }
 
   private:
-    __device__ __forceinline__ void gradient(char* to, int i) const {
+    // `take` gets the vectors of a piece one by one.
+    template <class Take>
+    __device__ __forceinline__ void gradient(int i, const Take& take) const {
         const bool inside = step < steps && first + step * BK + a_row + i * a_rows < p.pixels;
+        const Traits::B* const from = p.gradient + (gradient_from + Index(i * a_rows) * p.gradient_pixel);
 #pragma unroll
-        for (int v = 0; v < per_piece; v += Traits::a_vector)
-            igemm::bring<Traits::a_vector>(to + v * int(sizeof(T)),
-                                           p.gradient + (gradient_from + Index(i * a_rows) * p.gradient_pixel + v),
-                                           inside && k + v < p.filters);
+        for (int v = 0; v < per_piece; v += Traits::a_vector) take(v, from + v, inside && k + v < p.filters);
     }
 
-    __device__ __forceinline__ void image(char* to, const Window& window) const {
+    template <class Take>
+    __device__ __forceinline__ void image(const Window& window, const Take& take) const {
 #pragma unroll
-        for (int part = 0; part < b_parts; ++part) {
-            igemm::bring<Traits::b_vector>(to + part * Traits::b_vector * int(sizeof(T)),
-                                           p.image + (window.base + delta[part]), inside(window, part));
-        }
+        for (int part = 0; part < b_parts; ++part)
+            take(part * Traits::b_vector, p.image + (window.base + delta[part]), inside(window, part));
     }
 };
 
@@ -220,30 +250,35 @@ struct Changed : Copies {
     }
 };
 
-// Where rows of sums go.
+// Where rows of sums go. An int has room for a place in dw; with one of 64 bits the compiler takes each store of a vector
+// apart, value by value.
 struct Results {
     const Params& p;
-    i64 first;                    // in dw
+    int first;                    // in dw
     int split, first_n, filters;  // that are there
 
     template <int Count>
     __device__ __forceinline__ void rows(int row, int apart, int column, const Pack<Sum, V> (&held)[Count]) const {
         const int n = first_n + column;
+        // In a filter with its channels first, taps lie side by side.
+        const int place =
+            Traits::parted || Traits::last ? n : n % p.channels * (p.columns / p.channels) + n / p.channels;
+        const int there = n < p.columns ? min(BM, filters) - row : 0;
+        int at[Count];
 #pragma unroll
-        for (int i = 0; i < Count; ++i) {
-            if (row + i * apart >= min(BM, filters) || n >= p.columns) continue;
-            // In a filter with its channels first, taps lie side by side.
-            const int place =
-                Traits::parted || Traits::last ? n : n % p.channels * (p.columns / p.channels) + n / p.channels;
-            const i64 at = first + i64(row + i * apart) * p.columns + place;
-            if constexpr (Traits::parted) {
-                store(static_cast<Sum*>(p.pointers[Traits::Prologue::count]) + split * p.results + at, held[i]);
-            } else {
-                Pack<Traits::Out, V> result;
+        for (int i = 0; i < Count; ++i) at[i] = first + (row + i * apart) * p.columns + place;
+        if constexpr (Traits::parted) {
+            Sum* const to = static_cast<Sum*>(p.pointers[Traits::Prologue::count]) + split * p.results;
 #pragma unroll
-                for (int j = 0; j < V; ++j) result.value[j] = Traits::Out(held[i].value[j]);
-                store(p.out + at, result);
-            }
+            for (int i = 0; i < Count; ++i)
+                if (i * apart < there) store(to + at[i], held[i]);
+        } else {
+            Pack<Traits::Out, V> result[Count];
+#pragma unroll
+            for (int i = 0; i < Count * V; ++i) result[i / V].value[i % V] = Traits::Out(held[i / V].value[i % V]);
+#pragma unroll
+            for (int i = 0; i < Count; ++i)
+                if (i * apart < there) store(p.out + at[i], result[i]);
         }
     }
 };
@@ -280,6 +315,6 @@ igemm_wgrad(const __grid_constant__ Params p) {
     Sum* const sums = reinterpret_cast<Sum*>(ring);
     products.store<false>(sums, pitch, [](const Sum(&pair)[2], int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
     __syncthreads();
-    const i64 first = i64(group * p.filters + first_m) * p.columns;
+    const int first = (group * p.filters + first_m) * p.columns;
     igemm::leave<BM, BN, V, threads>(sums, pitch, Results{p, first, split, first_n, p.filters - first_m});
 }

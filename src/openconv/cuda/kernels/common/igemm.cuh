@@ -292,7 +292,15 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
             __syncthreads();
         }
 #pragma unroll
-        for (int i = 0; i < Copies::count; ++i) copies.copy(ring + step * stage_bytes, i, copies.from(i));
+        for (int first = 0; first < Copies::count; first += 4) {
+            typename Copies::Place from[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (first + i < Copies::count) from[i] = copies.from(first + i);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (first + i < Copies::count) copies.copy(ring + step * stage_bytes, first + i, from[i]);
+        }
         copies.end();
         tensor::commit();
     }
@@ -409,6 +417,17 @@ __device__ __forceinline__ void bring(void* to, const T* from, bool inside) {
         if (inside) held = load<Count>(from);
         *static_cast<Pack<T, Count>*>(to) = held;
     }
+}
+
+// The same into registers: what is less than four bytes is no such copy.
+template <int Count, class T>
+__device__ __forceinline__ void fetch(T* to, const T* from, bool inside) {
+    Pack<T, Count> held;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) held.value[i] = T{};
+    if (inside) held = load<Count>(from);
+#pragma unroll
+    for (int i = 0; i < Count; ++i) to[i] = held.value[i];
 }
 
 // N values of a prologue's vector, f32, from a multiple of N on.
