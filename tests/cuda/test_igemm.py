@@ -102,6 +102,30 @@ LAYERS = (
 )
 
 
+# Fewer channels than a vector or a step has: up to 32, up to 64 and more taps, phases that meet no tap at all.
+FEW = (
+    "n2 c3 h9 w8 k5 r3 s3 stride2 pad1",
+    "n1 c5 h8 w9 k3 r7 s7 stride2 pad3",
+    "n1 c1 h11 w10 k4 r9 s9 pad4",
+    "n2 c4 w40 k1 s7 pad3",
+    "n1 c12 h7 w7 k6 r2 s2 stride3 g2",
+    "n1 c6 d4 h5 w5 k10 t2 r3 s3 stride1,2,2 pad1 g2",
+)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("text", FEW)
+def test_right_with_few_channels(text, direction):
+    check(text, direction, SMALL, layout="nchw" if " w40" in text else "nhwc")
+
+
+@pytest.mark.parametrize("layout", ["nhwc", "nhwc*nhwc>nchw"])
+@pytest.mark.parametrize("shape", [(96, 128, 2, 2, 32, 3), (128, 160, 4, 2, 64, 3), (128, 192, 2, 4, 32, 3)])
+def test_right_with_tiles_that_are_no_powers_of_two(shape, layout):
+    for direction in ("fprop",) if shape[1] > 128 else ("fprop", "dgrad"):
+        check("n2 c32 h9 w8 k72 r3 s3 pad1", direction, Tile(*shape), layout=layout)
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("text", LAYERS)
 def test_right_on_layers(text, direction):

@@ -34,7 +34,8 @@ _MOST_COPIES = 16  # of a thread and step: their places are in registers beside 
 _SHAPES = (
     (128, 256, 2, 4), (256, 128, 4, 2), (128, 128, 2, 2), (256, 64, 4, 1), (64, 256, 1, 4), (128, 64, 2, 2),
     (64, 128, 2, 2), (64, 64, 2, 2), (256, 32, 4, 1), (128, 32, 4, 1), (64, 32, 2, 1), (256, 16, 4, 1), (128, 16, 4, 1),
-    (32, 128, 1, 4), (32, 64, 1, 2), (128, 128, 2, 4), (256, 64, 4, 2),
+    (32, 128, 1, 4), (32, 64, 1, 2), (128, 128, 2, 4), (256, 64, 4, 2), (192, 128, 4, 2), (96, 128, 2, 2),
+    (192, 64, 4, 1), (96, 256, 2, 4), (128, 192, 2, 4), (128, 160, 4, 2),
 )  # fmt: skip
 
 # On CUDA cores a thread has 8 x 8 results at most: a warp 64 x 32.
@@ -430,6 +431,8 @@ class _Work:
             deep = 2 if self.problem.direction == "wgrad" else 4  # of the vectors that a lane has of both operands
             return 8 * mt * nt + (2 * mt + 8 * nt) * deep + (72 if self.whole else 100)
         parts = (8 * nt + 8 if self.products > 1 else 0) + 6 * self.by_value
+        if not self.whole and self.size < 4:  # pieces that are loaded a step ahead
+            parts += 4 * (tile.rows + tile.columns) * tile.depth // self.piece // tile.threads
         return 8 * mt * nt + 4 * mt + 8 * nt + parts + (72 if self.whole and self.problem.direction != "wgrad" else 100)
 
     @property
@@ -540,6 +543,8 @@ def _shares(problem: Problem, tile: Tile) -> bool:
             return False
         if tile.threads % pieces or rows % (tile.threads // pieces):
             return False
+    if problem.stats and tile.columns & (tile.columns - 1):  # threads share the columns evenly
+        return False
     return (tile.rows + tile.columns) * tile.depth // piece <= _MOST_COPIES * tile.threads
 
 

@@ -24,8 +24,8 @@
 // usual case: there are 32, pieces are vectors and a tap has at least a step of channels, so that the next step belongs to the same tap or to the
 // next one.
 //
-// What is less than four bytes, no copy can bring beside the threads: it is loaded in front of a row's products and
-// stored behind them.
+// What is less than four bytes, no copy can bring beside the threads: pieces of it are loaded a step ahead, into
+// registers, and stored.
 //
 // Traits: rank, bits, masked, listed (depth of the list, or 0), last (channels, in the result), follows (another kernel, that made an input), pixels, filters,
 // depth (elements of a step), warps_m, warps_n, stages, residents, rows_first (blocks with successive numbers share n,
@@ -263,13 +263,10 @@ struct Copies {
     static constexpr int of_image = Traits::bits ? a_count : a_vectors;
     static constexpr int count = of_image + b_count, batches = (count + 3) / 4;
     static constexpr bool prepares = false, changes = false;
-    // Loaded and stored rather than copied.
-    static constexpr bool loads_a = Traits::bits && Traits::a_vector * sizeof(T) < 4;
-    static constexpr bool loads_b = Traits::b_vector * sizeof(T) < 4;
-    struct Place {
-        Window window;
-        Pack<T, per_piece> held;
-    };
+    // Whether pieces are loaded, a step ahead of what they are asked for, and stored rather than copied.
+    static constexpr bool loads =
+        Traits::bits && (Traits::a_vector * sizeof(T) < 4 || Traits::b_vector * sizeof(T) < 4);
+    using Place = Window;
 
     const Params& p;
     const Phase& phase;
@@ -283,6 +280,7 @@ struct Copies {
     int filter_left;        // along: elements of a filter from the piece on; listed: of the depth, from its first on
     int results_left;       // along: filters from the first one on; across: channels of the result from the piece on
     Index filter_from;      // along: the piece in the first filter; across: without filter and tap
+    Pack<T, per_piece> held[loads ? count : 1];
 
     __device__ __forceinline__ Copies(const Windows& windows, int first_n, int group, int begin, int steps,
                                       const Phase& phase, const Params& p)
@@ -308,42 +306,31 @@ struct Copies {
             filter_from = Index(group) * p.channels * p.filter_row + first_n + b_piece * per_piece;
             filter_left = begin * BK;
         }
-    }
-
-    __device__ __forceinline__ Place from(int i) const {
-        Place found{};
-        if (i >= of_image) {
-            if constexpr (loads_b)
-                filter(i - of_image, [&](int v, const Traits::B* from, bool inside) {
-                    igemm::fetch<Traits::b_vector>(found.held.value + v, reinterpret_cast<const T*>(from), inside);
-                });
-        } else if constexpr (Traits::bits) {
-            found.window = windows.window[a_row + i * a_rows];
-            if constexpr (loads_a)
-                image(found.window, [&](int v, const T* from, bool inside) {
-                    igemm::fetch<Traits::a_vector>(found.held.value + v, from, inside);
-                });
+        if constexpr (loads) {
+#pragma unroll
+            for (int i = 0; i < count; ++i) load_piece(i);
+            end();
         }
-        return found;
     }
 
-    __device__ __forceinline__ void copy(char* tiles, int i, const Place& found) {
-        if (i >= of_image) {
-            char* const to = tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i - of_image);
-            if constexpr (loads_b)
-                store(reinterpret_cast<T*>(to), found.held);
-            else
-                filter(i - of_image, [&](int v, const Traits::B* from, bool inside) {
-                    igemm::bring<Traits::b_vector>(to + v * int(sizeof(T)), from, inside);
-                });
+    __device__ __forceinline__ Window from(int i) const {
+        return Traits::bits && !loads && i < a_count ? windows.window[a_row + i * a_rows] : Window{};
+    }
+
+    __device__ __forceinline__ void copy(char* tiles, int i, const Window& window) {
+        char* const to = i < of_image ? tiles + ATile::place<a_rows>(a_row, a_piece, i)
+                                      : tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i - of_image);
+        if constexpr (loads) {
+            store(reinterpret_cast<T*>(to), held[i]);
+            load_piece(i);
+        } else if (i >= of_image) {
+            filter(i - of_image, [&](int v, const Traits::B* from, bool inside) {
+                igemm::bring<Traits::b_vector>(to + v * int(sizeof(T)), from, inside);
+            });
         } else if constexpr (Traits::bits) {
-            char* const to = tiles + ATile::place<a_rows>(a_row, a_piece, i);
-            if constexpr (loads_a)
-                store(reinterpret_cast<T*>(to), found.held);
-            else
-                image(found.window, [&](int v, const T* from, bool inside) {
-                    igemm::bring<Traits::a_vector>(to + v * int(sizeof(T)), from, inside);
-                });
+            image(window, [&](int v, const T* from, bool inside) {
+                igemm::bring<Traits::a_vector>(to + v * int(sizeof(T)), from, inside);
+            });
         } else {
             vectors(tiles, i * Traits::a_vector);
         }
@@ -371,6 +358,17 @@ struct Copies {
     }
 
   private:
+    __device__ __forceinline__ void load_piece(int i) {
+        if (i >= of_image)
+            filter(i - of_image, [&](int v, const Traits::B* from, bool inside) {
+                igemm::fetch<Traits::b_vector>(held[i].value + v, reinterpret_cast<const T*>(from), inside);
+            });
+        else
+            image(windows.window[a_row + i * a_rows], [&](int v, const T* from, bool inside) {
+                igemm::fetch<Traits::a_vector>(held[i].value + v, from, inside);
+            });
+    }
+
     // The vectors of the piece that the depth is at.
     __device__ __forceinline__ void look() {
         part = depth;
@@ -446,12 +444,12 @@ struct Changed : Copies {
                                        const Phase& phase, const Params& p)
         : Copies(windows, first_n, group, begin, steps, phase, p),
           first_channel(group * p.channels),
-          at(depth),
-          at_tap(tap) {}
+          at(begin * BK + a_piece * per_piece, phase, p),
+          at_tap(Mask(1) << (at.tap(phase) & (8 * int(sizeof(Mask)) - 1))) {}
 
     template <int Asked>
     __device__ __forceinline__ void change(char* tiles) {
-        if (steps + Asked <= 0) return;  // `steps` are left behind those that are asked for
+        if (steps + Asked + loads <= 0) return;  // `steps` are left behind those that are asked for or loaded
         if constexpr (Traits::masked) {
             Traits::Prologue::Vectors<per_piece> vectors;
             vectors.read(p.operands, first_channel + at.channel);
@@ -613,7 +611,8 @@ __device__ __forceinline__ void other_results(const Products& products, Traits::
 template <class Value>
 __device__ __forceinline__ void statistics(Value* results, int count, int channels, float* to) {
     constexpr int columns = BN < threads ? BN : threads, shares = threads / columns, turns = BN / columns;
-    static_assert(columns * turns == BN && columns * shares == threads && BM % shares == 0, "threads share evenly");
+    static_assert(!Traits::stats || (columns * turns == BN && columns * shares == threads && BM % shares == 0),
+                  "threads share evenly");
     using Pair = Pack<float, 2>;
     const int first = threadIdx.x % columns, share = threadIdx.x / columns;
     Pair sum[turns] = {};

@@ -248,14 +248,15 @@ struct Warp {
 };
 
 // Rows of `Columns` values leave shared memory as vectors of V. A thread keeps to a column, or to some where there are
-// more than threads; it reads four rows of it before it hands them to `take.rows(row, apart, column, vectors)`.
+// more than threads, or is not needed; it reads four rows of it before it hands them to `take.rows(row, apart, column, vectors)`.
 template <int Rows, int Columns, int V, int Threads, class Value, class Take>
 __device__ __forceinline__ void leave(const Value* from, int pitch, const Take& take) {
     constexpr int turns = (Columns / V + Threads - 1) / Threads, across = Columns / V / turns;
     constexpr int apart = Threads / across, passes = (Rows + apart - 1) / apart;
     constexpr int together = passes % 4 == 0 ? 4 : passes % 2 == 0 ? 2 : 1;
-    static_assert(across * turns * V == Columns && Threads % across == 0, "threads share the columns evenly");
+    static_assert(across * turns * V == Columns, "threads share the columns evenly");
     const int first = threadIdx.x / across;
+    if (Threads % across && first >= apart) return;
 #pragma unroll 1
     for (int pass = 0; pass < passes * turns; pass += together) {
         const int row = first + pass % passes * apart, column = (threadIdx.x % across + pass / passes * across) * V;
