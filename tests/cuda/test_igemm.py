@@ -159,8 +159,9 @@ def test_the_search_begins_with_what_is_right():
             check_engine(ENGINE, problem, candidate=candidate)
 
 
-def test_the_batch_changes_no_bit_unless_sums_are_split():
-    whole, part = (make(f"n{n} c40 h6 w7 k24 r3 s3 pad1", "fprop", "f16", "nhwc") for n in (5, 2))
+@pytest.mark.parametrize("direction, k", [("fprop", 24), ("dgrad", 8), ("dgrad", 40)])
+def test_the_batch_changes_no_bit_unless_sums_are_split(direction, k):
+    whole, part = (make(f"n{n} c40 h6 w7 k{k} r3 s3 pad1", direction, "f16", "nhwc") for n in (5, 2))
     a, b, _ = tensors(whole)
     results = []
     for problem, x, knobs in (

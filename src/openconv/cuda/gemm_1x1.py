@@ -120,6 +120,8 @@ class Gemm1x1(Engine):
             seconds += 2e-6 + 2 * form.columns * size / (device.bandwidth * min(0.85, 0.35 + run / 64))
         moved = sum(region.elements * region.size for region in form.regions[1:]) * 2
         seconds += (2e-6 + moved / (0.6 * device.bandwidth)) if moved else 0.0
+        # By the median of 327 layers on an H200.
+        seconds *= 1.5 if not form.y_rows else 1.2 if problem.direction == "wgrad" else 0.92
         if form.epilogue_behind:
             seconds += pointwise.seconds(problem, device)
         return seconds

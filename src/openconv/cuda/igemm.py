@@ -348,8 +348,14 @@ class _Work:
             self.inner = results if self.last else self.plane if phases == 1 else 1
             span = channels if fprop else ceil(channels / knobs.depth) * knobs.depth
             bits = (32 if taps <= 32 else 64 if taps <= 64 else 0) if piece // gcd(piece, channels) <= 8 else 0
-            listed = 0
-            if not fprop and bits and taps * channels <= _MOST_LISTED and 8 * span > 9 * channels:
+            listed, least = 0, 64 // self.size
+            # Whatever the knobs: the order of a sum does not depend on them.
+            if (
+                not fprop
+                and bits
+                and taps * channels <= _MOST_LISTED
+                and 8 * -(-channels // least) * least > 9 * channels
+            ):
                 span = channels
                 listed = ceil(taps * channels / knobs.depth) * knobs.depth
             rows = problem.n * prod(axis.count for axis in axes_)
