@@ -63,6 +63,14 @@ def test_every_engine_and_peer_is_verified_and_timed(direction):
     assert {"device", "threads", "isa", "torch", "commit", "command"} <= set(found.machine)
 
 
+def test_the_choice_for_any_batch_is_a_contestant_if_asked_for():
+    found = measure("some", "tiny", TINY, CPU, dataclasses.replace(QUICK, invariant=True))
+    assert "batch_invariant" in found.seconds
+    assert "batch_invariant" in found.peers  # beside the choice, in every table
+    assert found.knobs["batch_invariant"]
+    assert "batch_invariant" not in measure("some", "tiny", TINY, CPU, QUICK).seconds
+
+
 def test_fused_problems_meet_fused_and_unfused_peers():
     fused = TINY.with_(epilogue="+bias+relu")
     found = measure("some", "tiny", fused, CPU, Limits(budget=0.001, peers=("torch", "torch_fused")))

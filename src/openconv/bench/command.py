@@ -58,6 +58,9 @@ def bench(
     budget: Annotated[float, typer.Option(help="seconds of timing for each contestant")] = 0.3,
     longest: Annotated[float, typer.Option(help="leave out what is predicted to take longer, in seconds")] = 20.0,
     overhead: Annotated[bool, typer.Option("--overhead", help="also measure CPU microseconds per call")] = False,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="also time what is chosen if bits must not depend on the batch")
+    ] = False,
     isa: Annotated[str, typer.Option(help="'avx2': hold every library to that instruction set")] = "",
     out: Annotated[Path | None, typer.Option(help="folder for the results; default under benchmarks/results")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="pass over what is recorded already by this code")] = False,
@@ -85,7 +88,7 @@ def bench(
         engine_named(name)
     for name in peers or ():
         peer_named(name)
-    limits = Limits(engines, peers, budget, longest, overhead)
+    limits = Limits(engines, peers, budget, longest, overhead, batch_invariant)
     wanted = Variation(tuple(batch or ()), tuple(direction or ()), tuple(dtype or ()), tuple(layout or ()))
     jobs = jobs_of(what or [], place.type, wanted, epilogue)
     folder = (out or results_folder() / device_slug(place)) if record else None

@@ -52,7 +52,8 @@ class Limits:
     ``engines``: only these; None for none. ``peers``: these, by name; None for all that usually take part.
     ``budget``: seconds of timing for each contestant. ``longest``: an engine that is predicted to take longer for one
     call is left out, and a problem without one that is quicker is skipped; a peer that turns out to take longer is
-    called once. ``overhead``: also measure what a call costs the CPU before it returns.
+    called once. ``overhead``: also measure what a call costs the CPU before it returns. ``invariant``: a contestant
+    more, what is chosen under ``batch_invariant=True``.
     """
 
     engines: Sequence[str] | None = ()
@@ -60,6 +61,7 @@ class Limits:
     budget: float = 0.3
     longest: float = 20.0
     overhead: bool = False
+    invariant: bool = False
 
 
 _USUAL = Limits()
@@ -143,6 +145,10 @@ def _field(problem: Problem, device: Device, limits: Limits) -> _Field:
             alone = policy.but(engine=engine, tuning="off")
             found.contestants.append(_Contestant(name, as_chosen if name == chosen else alone))
             found.candidates[name] = candidate
+    strict = policy.but(batch_invariant=True, tuning="off")
+    if limits.invariant and (allowed := rank(core, device, strict)[0]):
+        found.contestants.append(_Contestant("batch_invariant", strict))
+        found.candidates["batch_invariant"] = allowed[0]
     if limits.engines and not found.contestants:
         reasons = {r.engine.name: list(r.reasons) for r in refusals if r.engine.name in limits.engines}
         raise UnsupportedProblem(problem, reasons | {name: [why] for name, why in found.notes.items()})

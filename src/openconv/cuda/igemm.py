@@ -25,8 +25,8 @@ _REGISTERS = 1 << 16
 _ALTERNATIVES = 12
 _MOST_STRIDE = 16  # dgrad: as many phases an axis
 _MOST_WORKSPACE = 256 << 20
-_CLOCK = 2.27e9  # cycles a second that shared memory seems to have, since it works beside the products
-_STEP = 0.18e-6  # of a step, however little it multiplies
+_CLOCK = 1.87e9  # cycles a second that shared memory seems to have, since it works beside the products
+_STEP = 0.38e-6  # of a step, however little it multiplies
 _MOST_LISTED = 2048  # rows of the filter whose places a block lists
 _MOST_COPIES = 16  # of a thread and step: their places are in registers beside the sums
 
@@ -388,7 +388,7 @@ class _Work:
     @property
     def whole(self) -> bool:
         """Whether all copies are of 16 bytes."""
-        return self.constants["a_vector"] == self.constants["b_vector"] == self.piece
+        return self.vectors == (self.piece, self.piece)
 
     @property
     def large(self) -> bool:
@@ -396,9 +396,20 @@ class _Work:
         return self.lanes or (self.whole and self.products == 1 and not self.by_value)
 
     @property
+    def vectors(self) -> tuple[int, int]:
+        """Elements of a copy, of both operands."""
+        return int(self.constants["a_vector"]), int(self.constants["b_vector"])
+
+    @property
+    def copy_cycles(self) -> tuple[int, int]:
+        """Instructions of a warp for a copy, of both operands."""
+        a, b = (43 if size == 16 else 49 if size >= 4 else 31 for size in (each * self.size for each in self.vectors))
+        return 114 if self.apart and self.vectors[0] < self.piece else a, b
+
+    @property
     def parts(self) -> tuple[int, int]:
         """Copies of a thread and step, of both operands."""
-        a, b = (int(self.constants[name]) for name in ("a_vector", "b_vector"))
+        a, b = self.vectors
         each = self.knobs.depth / self.knobs.threads
         return ceil(self.knobs.rows * each / a), ceil(self.knobs.columns * each / b)
 
@@ -444,8 +455,9 @@ class _Work:
     @property
     def residents(self) -> int:
         """Blocks that a multiprocessor holds."""
-        registers = self.knobs.threads * min(255, self.registers)
-        return max(1, min(_REGISTERS // registers, 8, _SHARED // (self.shared + 1024)))
+        # A quarter of the multiprocessor has a quarter of the registers, and whole warps.
+        warps = _REGISTERS // 4 // (32 * min(255, self.registers))
+        return max(1, min(4 * warps // (self.knobs.threads // 32), 8, _SHARED // (self.shared + 1024)))
 
     @property
     def sum_together(self) -> int:
@@ -464,7 +476,7 @@ class _Work:
         return pack(pointers, (prod(problem.result_shape), self.plane), (self.knobs.splits, row, filter_))
 
     def seconds(self, device: CudaDevice) -> float:
-        """Predicted time: fitted to 990 times of 99 layers on an H200, of which half are within 5%."""
+        """Predicted time: fitted to 7680 times of 960 layers in f16 on an H200, of which half are within 8%."""
         problem, tile = self.problem, self.knobs
         mt, nt = tile.rows // tile.warps_m // 16, tile.columns // tile.warps_n // 16
         # A step: its products, of which mma.sync does two thirds as many as Hopper's wgmma, or what shared memory
@@ -483,23 +495,28 @@ class _Work:
             products = 2.0 * tile.rows * tile.columns * tile.depth / rate / self.lane_share
             read = tile.warps_m * tile.warps_n * tile.depth * (mt + 2 * nt)
         filled = (tile.rows + tile.columns) * tile.depth * self.size / 128
-        step = max(products, (read + filled) / _CLOCK)
+        # Working out where copies go to and come from; four warps do so at a time.
+        asked = sum(count * cycles for count, cycles in zip(self.parts, self.copy_cycles, strict=True))
+        step = max(products, (read + filled) / _CLOCK, tile.threads / 32 * asked / 4 / 1.7e9)
+        least = _STEP + (0.45e-6 if min(self.vectors) * self.size < 4 else 0.0)
         steps = ceil(self.steps / tile.splits / self.phases)
         blocks = prod(self.grid)
 
         def turn(blocks_each: int) -> float:
             """Blocks of a multiprocessor side by side: each waits for its first data and stores its results."""
-            end = tile.rows * tile.columns / 128**2 * 0.9e-6
-            return steps * max(blocks_each * step, _STEP) + 1e-6 + blocks_each * end
+            end = tile.rows * tile.columns / 128**2 * (1.5e-6 if problem.direction == "wgrad" else 1.15e-6)
+            return steps * max(blocks_each * step, least) + 2.2e-6 + blocks_each * end
 
         full, rest = divmod(blocks, device.threads * self.residents)
         busy = full * turn(self.residents) + (turn(ceil(rest / device.threads)) if rest else 0.0)
-        cached = blocks * steps * tile.depth * self.size * (tile.rows + tile.columns) / (3.1 * device.bandwidth)
-        floors = sorted((busy, cached, problem.min_bytes / (1.1 * device.bandwidth)))
-        apart = 1.8e-6 + 8.0 * tile.splits * prod(problem.result_shape) / (1.6 * device.bandwidth)
-        turned = sum(turn.seconds(device) for turn in turned_inputs(problem) if turn)
+        cached = blocks * steps * tile.depth * self.size * (tile.rows + tile.columns) / (3.2 * device.bandwidth)
+        floors = sorted((busy, cached, problem.min_bytes / (1.2 * device.bandwidth)))
+        apart = 2.5e-6 + 8.0 * tile.splits * prod(problem.result_shape) / (2.8 * device.bandwidth)
+        turned = sum(2.2e-6 + 1.2 * turn.seconds(device) for turn in turned_inputs(problem) if turn)
         turned += 4e-6 * problem.stats
-        return 5.6e-6 + floors[2] + 0.67 * floors[1] + (apart if tile.splits > 1 else 0.0) + turned
+        if problem.direction != "wgrad" and self.inner % 2:  # results leave one by one
+            turned += 12.0 * prod(problem.result_shape) / device.bandwidth
+        return 3.2e-6 + floors[2] + 0.57 * floors[1] + (apart if tile.splits > 1 else 0.0) + turned
 
 
 _work = lru_cache(maxsize=4096)(_Work)
@@ -555,12 +572,12 @@ def _shares(problem: Problem, tile: Tile) -> bool:
 
 
 def _split(problem: Problem, tile: Tile, work: _Work, device: CudaDevice) -> Iterator[Tile]:
-    """Splits that fill the GPU once or twice over, while each has some steps. None where blocks need whole sums."""
+    """Splits that fill the GPU some times over, while each has some steps. None where blocks need whole sums."""
     if problem.stats or problem.epilogue.also:
         return
     slots = device.threads * work.residents
     found: set[int] = set()
-    for waves in (1, 2):
+    for waves in range(1, 7):
         count = waves * slots // prod(work.grid)
         if problem.direction != "wgrad":
             count = min(count, 16)

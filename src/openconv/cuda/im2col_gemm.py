@@ -103,13 +103,15 @@ class Im2colGemm(Engine):
         size = DTYPE_BYTES[problem.result_dtype]
         fits = depth * size % 16 == 0 and (problem.k if form.last else pixels) * size % 16 == 0
         batch = images * min(problem.groups, max(1, knobs.channels // (problem.c // problem.groups)))
-        # Fitted to 991 times on an H200: products take 0.6 of what gemm_seconds says with channels last and 1.7 of it
-        # with channels first. An unfolding copy reads x out of the caches; it is bound by its stores, and by working out
-        # places where channels make no vectors.
+        # Fitted to 991 times on an H200: products take 0.6 of what gemm_seconds says with channels last, and 1.7 of it
+        # with channels first. An unfolding copy reads x out of the caches. It is bound by its stores, or where channels
+        # make no vectors by working out places.
         whole = problem.c // problem.groups * size % 16 == 0
-        slower, copies = (0.6, 0.8 if whole else 4.0) if form.last else (1.7, 1.2 if whole else 1.7)
+        slower, copies = (0.6, 0.8 if whole else 4.0) if form.last else (1.7, 1.2 if whole else 0.6)
         seconds = 6e-6 + panels * (1e-6 + slower * gemm_seconds(problem, device, m, n, sums, batch, aligned=fits))
         seconds += copied * copies / device.bandwidth + problem.min_bytes / device.bandwidth
+        if problem.direction == "wgrad":  # which is put in order behind
+            seconds += 3.4 * prod(problem.w_shape) * size / device.bandwidth
         return seconds + pointwise.seconds(problem, device) * (problem.direction == "fprop")
 
     def build(self, problem: Problem, device: Device, knobs: Panel) -> Runner:
