@@ -366,12 +366,13 @@ class _Work:
             self.shared += knobs.rows * (window + index + 4 * rank)
             self.shared += 4 * max(1, listed)
             counts = [len(axis.taps) for axis in axes_] + [1] * (3 - rank)
+            tensors = sum(1 << at for at, operand in enumerate(problem.epilogue.operands) if operand.kind == "tensor")
             constants |= {
                 "pixels": knobs.rows, "filters": knobs.columns, "along": fprop,
                 "bits": bits, "masked": channels % piece == 0 and span >= knobs.depth and bits == 32, "listed": listed,
                 "a_vector": gcd(piece, channels), "b_vector": gcd(piece, taps * c if fprop else c),
                 "together": gcd(4 if knobs.splits > 1 else 16 // out, self.inner),
-                "early": self.early, "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],
+                "early": self.early, "tensors": tensors, "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],
             }  # fmt: skip
             total = {"fprop": (problem.c, problem.k), "dgrad": (problem.k, problem.c)}[problem.direction]
             narrow = [rows, channels, results, *total, span, taps * c, c, knobs.splits]

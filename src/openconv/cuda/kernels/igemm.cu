@@ -32,7 +32,7 @@
 // not m), products (of tf32 for one of f32; 0: on CUDA cores), Factors (types that are multiplied), along (the filter
 // lies along the depth), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise),
 // phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for igemm_sum), early (what follows the sums reads no
-// tensors, and channels in pairs), stats, Prologue, Also.
+// tensors, and channels in pairs), tensors (a bit for each operand of the epilogue that is one), stats, Prologue, Also.
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
@@ -534,10 +534,10 @@ struct Unfinished : Finished {
                 Traits::Sum value[V];
 #pragma unroll
                 for (int k = 0; k < V; ++k) value[k] = Traits::Sum(held[i].value[k]);
-                const bool there = at[i] >= 0;
-                const int channel = first_channel + (last ? column : row + i * apart);
-                Traits::Epilogue::apply<V, last>(value, p.operands + first_operand, there ? channel : 0,
-                                                 there ? at[i] : Index(0));
+                // Of a channel that is there, whether the pixel is or not: all rows read the same vectors then.
+                const int n = last ? column : row + i * apart;
+                Traits::Epilogue::apply<V, last>(value, p.operands + first_operand,
+                                                 n < channels ? first_channel + n : 0, at[i] >= 0 ? at[i] : Index(0));
 #pragma unroll
                 for (int k = 0; k < V; ++k) result[i].value[k] = Traits::Out(value[k]);
             }
@@ -577,6 +577,21 @@ struct Unfinished : Finished {
         }
     }
 };
+
+// Asks for what the epilogue reads of tensors, so that it is in the L2 cache when the sums are there.
+__device__ __forceinline__ void ask_tensors(const Windows& windows, int channels, const Params& p) {
+    constexpr int together = 32 / sizeof(Traits::Out), chunks = (last ? BN : BM) / together;
+    for (int at = threadIdx.x; at < (last ? BM : BN) * chunks; at += threads) {
+        const int row = at / chunks, column = at % chunks * together, n = last ? column : row;
+        const Index place = windows.result[last ? row : column];
+        if (place < 0 || n >= channels) continue;
+#pragma unroll
+        for (int i = 0; i < Traits::Epilogue::count; ++i)
+            if (Traits::tensors >> i & 1)
+                igemm::ask(static_cast<const Traits::Out*>(p.operands[first_operand + i]) + place +
+                           (last ? Index(n) : Index(n) * Index(p.plane)));
+    }
+}
 
 // Early: the sums as results in shared memory. `apply` is the epilogue of two of them.
 template <class Apply>
@@ -665,6 +680,7 @@ igemm_conv(const __grid_constant__ Params p) {
     windows.fill(first_m, first_n, group, phase, p);
     if constexpr (Traits::listed) windows.list(phase, p);
     __syncthreads();  // `Copies` looks at them
+    if constexpr (Traits::tensors && !Traits::parted) ask_tensors(windows, p.results_each - first_n, p);
 
     // Load and compute.
     using Bringing = igemm::If<Traits::Prologue::there, Changed, Copies>::type;

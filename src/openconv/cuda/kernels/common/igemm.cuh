@@ -431,6 +431,13 @@ __device__ __forceinline__ void fetch(T* to, const T* from, bool inside) {
     for (int i = 0; i < Count; ++i) to[i] = held.value[i];
 }
 
+// Asks for the 32 bytes at an address to come to the L2 cache.
+__device__ __forceinline__ void ask(const void* at) {
+#if defined(__CUDACC__)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+#endif
+}
+
 // N values of a prologue's vector, f32, from a multiple of N on.
 template <int N, class Sum>
 __device__ __forceinline__ void read_vector(Sum (&value)[N], const void* vector, int first) {
