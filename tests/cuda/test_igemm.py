@@ -152,6 +152,17 @@ def test_the_epilogue_is_part_of_the_kernel(text, direction, layout, splits, epi
     check(f"{text} {epilogue}", direction, replace(SMALL, splits=splits), layout=layout)
 
 
+@pytest.mark.parametrize("direction", ["fprop", "dgrad"])
+@pytest.mark.parametrize("text", ["n2 c24 h9 w7 k40 r3 s3 stride2 pad1", "n1 c32 h6 w5 k48 r3 s3 pad1 g2"])
+def test_a_residual_comes_beside_the_steps(text, direction):
+    problem = make(f"{text} +bias+residual+relu", direction, "f16", "nhwc")
+    candidate = with_knobs(ENGINE, problem, SMALL)
+    assert "held = 2;" in ENGINE.sources(problem, this_device(), candidate.knobs)[0].traits
+    check_engine(ENGINE, problem, candidate=candidate)
+    two = make(f"{text} +=add(add(acc,t.a),t.b)", direction, "f16", "nhwc")
+    check_engine(ENGINE, two, candidate=with_knobs(ENGINE, two, SMALL))
+
+
 def test_the_search_begins_with_what_is_right():
     for direction in DIRECTIONS:
         problem = make(LAYERS[0], direction, "f16", "nhwc")

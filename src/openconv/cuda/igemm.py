@@ -312,13 +312,17 @@ class _Work:
         constants |= {"last": self.last, "follows": any(turned_inputs(problem))}
         kinds = {operand.kind for operand in problem.epilogue.operands}
         pairs = "channel" not in kinds or problem.result_channels // groups % 2 == 0
-        self.early = problem.direction != "wgrad" and knobs.splits == 1 and "tensor" not in kinds and pairs
+        tensors = [at for at, operand in enumerate(problem.epilogue.operands) if operand.kind == "tensor"]
         out = DTYPE_BYTES[problem.result_dtype]
+        # One tensor that lies as results do comes to shared memory beside the steps.
+        whole = self.last and out == 2 and problem.result_channels // groups % 8 == 0 and not problem.epilogue.also
+        held = tensors[0] + 1 if len(tensors) == 1 and whole and pairs and knobs.splits == 1 else 0
+        self.early = problem.direction != "wgrad" and knobs.splits == 1 and pairs and (not tensors or held > 0)
         rows, columns = (knobs.rows, knobs.columns)
         if problem.direction != "wgrad" and not self.last:
             rows, columns = columns, rows
         results = rows * (columns + 8) * (out if self.early else 4)
-        self.shared = max(knobs.stages * stage, results)
+        self.shared = knobs.stages * stage + results if held else max(knobs.stages * stage, results)
         if problem.direction == "wgrad":
             pixels, columns = problem.n * prod(problem.out), taps * c
             self.steps = ceil(pixels / knobs.depth)
@@ -366,13 +370,13 @@ class _Work:
             self.shared += knobs.rows * (window + index + 4 * rank)
             self.shared += 4 * max(1, listed)
             counts = [len(axis.taps) for axis in axes_] + [1] * (3 - rank)
-            tensors = sum(1 << at for at, operand in enumerate(problem.epilogue.operands) if operand.kind == "tensor")
             constants |= {
                 "pixels": knobs.rows, "filters": knobs.columns, "along": fprop,
                 "bits": bits, "masked": channels % piece == 0 and span >= knobs.depth and bits == 32, "listed": listed,
                 "a_vector": gcd(piece, channels), "b_vector": gcd(piece, taps * c if fprop else c),
                 "together": gcd(4 if knobs.splits > 1 else 16 // out, self.inner),
-                "early": self.early, "tensors": tensors, "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],
+                "early": self.early, "tensors": sum(1 << at for at in tensors), "held": held,
+                "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],
             }  # fmt: skip
             total = {"fprop": (problem.c, problem.k), "dgrad": (problem.k, problem.c)}[problem.direction]
             narrow = [rows, channels, results, *total, span, taps * c, c, knobs.splits]

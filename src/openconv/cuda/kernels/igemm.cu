@@ -13,7 +13,8 @@
 //   dgrad   the filter lies across it: a step belongs to one tap, so that its rows are filters one after the other;
 //           where that would leave much of a step empty (`listed`), a list in shared memory says where each row is
 //
-// Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then `Windows`.
+// Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then `Windows`. Where the epilogue
+// reads one tensor (`held`), its part comes there between both while the block computes, and results take its place.
 //
 // Results have their channels last, or the image's pixels, which they leave shared memory along. Other results of the
 // epilogue go the same way before; then the results in shared memory are added up for statistics, a tile's to `parts`.
@@ -32,7 +33,8 @@
 // not m), products (of tf32 for one of f32; 0: on CUDA cores), Factors (types that are multiplied), along (the filter
 // lies along the depth), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise),
 // phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for igemm_sum), early (what follows the sums reads no
-// tensors, and channels in pairs), tensors (a bit for each operand of the epilogue that is one), stats, Prologue, Also.
+// tensors, and channels in pairs), tensors (a bit for each operand of the epilogue that is one), held (which one is, from 1 on, or 0), stats, Prologue,
+// Also.
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
@@ -59,7 +61,8 @@ constexpr int stage_bytes = ATile::bytes + BTile::bytes, V = Traits::together;
 constexpr bool last = Traits::last;
 constexpr int pitch = (last ? BN : BM) + 8;
 constexpr int results_bytes = (last ? BM : BN) * pitch * (Traits::early ? int(sizeof(Traits::Out)) : 4);
-constexpr int ring_bytes = stages * stage_bytes > results_bytes ? stages * stage_bytes : results_bytes;
+constexpr int ring_bytes = Traits::held || stages * stage_bytes > results_bytes ? stages * stage_bytes : results_bytes;
+constexpr int windows_at = ring_bytes + (Traits::held ? results_bytes : 0);
 constexpr int a_rows = threads / ATile::pieces, a_count = BM / a_rows;  // rows apart, pieces of a thread
 constexpr int b_rows = threads / BTile::pieces, b_count = BTile::rows / b_rows;
 static_assert(MT * Traits::warps_m * 16 == BM && NT * Traits::warps_n * 16 == BN, "warps share the tile evenly");
@@ -262,7 +265,7 @@ struct Copies {
     static constexpr int a_vectors = per_piece / Traits::a_vector;
     static constexpr int of_image = Traits::bits ? a_count : a_vectors;
     static constexpr int count = of_image + b_count, batches = (count + 3) / 4;
-    static constexpr bool prepares = false, changes = false;
+    static constexpr bool prepares = false, changes = false, brings_more = Traits::held != 0;
     // Whether pieces are loaded, a step ahead of what they are asked for, and stored rather than copied.
     static constexpr bool loads =
         Traits::bits && (Traits::a_vector * sizeof(T) < 4 || Traits::b_vector * sizeof(T) < 4);
@@ -280,6 +283,7 @@ struct Copies {
     int filter_left;        // along: elements of a filter from the piece on; listed: of the depth, from its first on
     int results_left;       // along: filters from the first one on; across: channels of the result from the piece on
     Index filter_from;      // along: the piece in the first filter; across: without filter and tap
+    int channels;           // of the result, from the block's first on
     Pack<T, per_piece> held[loads ? count : 1];
 
     __device__ __forceinline__ Copies(const Windows& windows, int first_n, int group, int begin, int steps,
@@ -293,7 +297,8 @@ struct Copies {
           b_piece(threadIdx.x % BTile::pieces),
           steps(steps),
           depth(begin * BK + a_piece * per_piece, phase, p),
-          part(depth) {
+          part(depth),
+          channels(p.results_each - first_n) {
         tap = part_tap = steps > 0 ? Mask(1) << (depth.tap(phase) & (8 * int(sizeof(Mask)) - 1)) : 0;
         if constexpr (Traits::bits && !Traits::masked) look();
         if constexpr (Traits::along) {
@@ -333,6 +338,19 @@ struct Copies {
             });
         } else {
             vectors(tiles, i * Traits::a_vector);
+        }
+    }
+
+    // The block's part of the tensor that the epilogue reads.
+    __device__ __forceinline__ void bring_more(char* ring) const {
+        constexpr int together = 16 / sizeof(Traits::Out), chunks = BN / together;
+        const auto* const tensor = static_cast<const Traits::Out*>(p.operands[first_operand + Traits::held - 1]);
+        for (int at = threadIdx.x; at < BM * chunks; at += threads) {
+            const int row = at / chunks, n = at % chunks * together;
+            const Index place = windows.result[row];
+            const bool inside = place >= 0 && n < channels;
+            tensor::copy<16>(ring + ring_bytes + (row * pitch + n) * int(sizeof(Traits::Out)),
+                             tensor + (inside ? place + n : Index(0)), inside);
         }
     }
 
@@ -597,10 +615,10 @@ __device__ __forceinline__ void ask_tensors(const Windows& windows, int channels
 template <class Apply>
 __device__ __forceinline__ void finish(const Products& products, Traits::Out* results, int first_n, int first_channel,
                                        const Params& p, const Apply& apply) {
-    products.store<!last>(results, pitch, [&](const Sum(&pair)[2], int n) {
+    products.store<!last>(results, pitch, [&](const Sum(&pair)[2], int row, int n) {
         Traits::Sum value[2] = {Traits::Sum(pair[0]), Traits::Sum(pair[1])};
         const int channel = min(n, p.results_each - first_n - 2);  // a channel that is there, for one that is not
-        apply(value, first_channel + channel);
+        apply(value, first_channel + channel, row * pitch + n);
         return Pack<Traits::Out, 2>{Traits::Out(value[0]), Traits::Out(value[1])};
     });
     __syncthreads();
@@ -612,7 +630,7 @@ __device__ __forceinline__ void other_results(const Products& products, Traits::
                                               const Finished& finished) {
     if constexpr (At < Traits::Also::count) {
         const Params& p = finished.p;
-        finish(products, results, first_n, finished.first_channel, p, [&](Traits::Sum(&value)[2], int channel) {
+        finish(products, results, first_n, finished.first_channel, p, [&](Traits::Sum(&value)[2], int channel, int) {
             Traits::Also::apply<At, 2, true>(value, p.operands + first_operand, channel, Index(0));
         });
         igemm::leave<last ? BM : BN, last ? BN : BM, V, threads>(results, pitch, Other<At>(finished));
@@ -663,7 +681,7 @@ extern "C" __global__ void __launch_bounds__(threads, Traits::residents)
 igemm_conv(const __grid_constant__ Params p) {
     DYNAMIC_SHARED(memory);
     char* const ring = reinterpret_cast<char*>(memory);
-    Windows& windows = *reinterpret_cast<Windows*>(memory + ring_bytes);
+    Windows& windows = *reinterpret_cast<Windows*>(memory + windows_at);
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     if constexpr (Traits::parted || Traits::stats) let_next_start();
     if constexpr (Traits::follows) wait_for_previous();
@@ -680,7 +698,8 @@ igemm_conv(const __grid_constant__ Params p) {
     windows.fill(first_m, first_n, group, phase, p);
     if constexpr (Traits::listed) windows.list(phase, p);
     __syncthreads();  // `Copies` looks at them
-    if constexpr (Traits::tensors && !Traits::parted) ask_tensors(windows, p.results_each - first_n, p);
+    if constexpr (Traits::tensors && !Traits::held && !Traits::parted)
+        ask_tensors(windows, p.results_each - first_n, p);
 
     // Load and compute.
     using Bringing = igemm::If<Traits::Prologue::there, Changed, Copies>::type;
@@ -698,17 +717,22 @@ igemm_conv(const __grid_constant__ Params p) {
     const int pixels = min(BM, p.rows - first_m), channels = p.results_each - first_n;
     float* const to = reinterpret_cast<float*>(p.parts) + (i64(tile_m) * p.out_pixel + first_channel) * 2;
     if constexpr (Traits::early) {
-        Traits::Out* const results = reinterpret_cast<Traits::Out*>(ring);
+        Traits::Out* const results = reinterpret_cast<Traits::Out*>(Traits::held ? ring + ring_bytes : ring);
         const Finished finished{windows, p, channels, first_channel};
         other_results<0>(products, results, first_n, finished);
-        finish(products, results, first_n, first_channel, p, [&](Traits::Sum(&value)[2], int channel) {
-            Traits::Epilogue::apply<2, true>(value, p.operands + first_operand, channel, Index(0));
+        const void* operands[Traits::Epilogue::count + 1];
+#pragma unroll
+        for (int i = 0; i < Traits::Epilogue::count; ++i)
+            operands[i] = i == Traits::held - 1 ? results : p.operands[first_operand + i];
+        finish(products, results, first_n, first_channel, p, [&](Traits::Sum(&value)[2], int channel, int at) {
+            Traits::Epilogue::apply<2, true>(value, operands, channel, at);
         });
         igemm::leave<last ? BM : BN, last ? BN : BM, V, threads>(results, pitch, finished);
         if constexpr (Traits::stats) statistics(results, pixels, channels, to);
     } else {
         Sum* const sums = reinterpret_cast<Sum*>(ring);
-        products.store<!last>(sums, pitch, [](const Sum(&pair)[2], int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
+        products.store<!last>(sums, pitch,
+                              [](const Sum(&pair)[2], int, int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
         __syncthreads();
         igemm::leave<last ? BM : BN, last ? BN : BM, V, threads>(
             sums, pitch, Unfinished{{windows, p, channels, first_channel}, split, sums});

@@ -80,7 +80,7 @@ struct alignas(16) Window {
 // where vectors are short.
 struct Copies {
     static constexpr int count = a_count + b_count, batches = (count + 3) / 4;
-    static constexpr bool prepares = true, changes = false;
+    static constexpr bool prepares = true, changes = false, brings_more = false;
     // What is less than four bytes is loaded in front of a row's products and stored behind them.
     static constexpr bool loads_a = Traits::a_vector * sizeof(T) < 4, loads_b = Traits::b_vector * sizeof(T) < 4;
     struct Place {
@@ -313,7 +313,7 @@ igemm_wgrad(const __grid_constant__ Params p) {
 
     // Store: through shared memory, so that a row's results leave side by side.
     Sum* const sums = reinterpret_cast<Sum*>(ring);
-    products.store<false>(sums, pitch, [](const Sum(&pair)[2], int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
+    products.store<false>(sums, pitch, [](const Sum(&pair)[2], int, int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
     __syncthreads();
     const int first = (group * p.filters + first_m) * p.columns;
     igemm::leave<BM, BN, V, threads>(sums, pitch, Results{p, first, split, first_n, p.filters - first_m});

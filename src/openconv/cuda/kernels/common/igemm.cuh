@@ -201,7 +201,7 @@ struct Warp {
     }
 
     // The sums as rows of `pitch` values in shared memory, or as columns (`Turned`). `change` makes two that lie side
-    // by side in a row into what is stored.
+    // by side in a row into what is stored, told their row and column.
     template <bool Turned, class Value, class Change>
     __device__ __forceinline__ void store(Value* to, int pitch, const Change& change) const {
         const int g = lane / 4, t = lane % 4;
@@ -214,7 +214,7 @@ struct Warp {
                 for (int j = 0; j < 2 * NT; ++j) {
                     const int column = n + 8 * j + 2 * t;
                     const Sum pair[2] = {sum[i][j][2 * half], sum[i][j][2 * half + 1]};
-                    const Pack<Value, 2> changed = change(pair, column);
+                    const Pack<Value, 2> changed = change(pair, row, column);
                     if constexpr (Turned) {
                         to[column * pitch + row] = changed.value[0];
                         to[(column + 1) * pitch + row] = changed.value[1];
@@ -274,6 +274,7 @@ __device__ __forceinline__ void leave(const Value* from, int pitch, const Take& 
 // `copies` knows what a thread brings of a step: `Copies::count` pieces, each of which it looks up (`from`) and asks
 // for (`copy`) a few products later; `end` goes on to the next step, or to nothing behind the last of them. Before
 // that, with a barrier in between, all threads `prepare` what they share of a step, if `Copies::prepares`. If
+// `Copies::brings_more`, what is needed behind all steps is asked for (`bring_more`) with the last of the first ones. If
 // `Copies::changes`, a thread may `change` what it brought of a step, once that is there and before others see it; as
 // many steps are asked for by then, that one included, as `change` is told.
 //
@@ -303,6 +304,8 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
                 if (first + i < Copies::count) copies.copy(ring + step * stage_bytes, first + i, from[i]);
         }
         copies.end();
+        if constexpr (Copies::brings_more)
+            if (step == Stages - 2) copies.bring_more(ring);
         tensor::commit();
     }
     if constexpr (Copies::prepares) copies.prepare(Stages - 1);

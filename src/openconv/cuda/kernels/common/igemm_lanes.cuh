@@ -86,7 +86,7 @@ struct Lanes {
             for (int j = 0; j < TN; j += 2) {
                 const int column = n + (B::along ? 2 * c + 4 * j : 4 * c + j / 4 * 16 + j % 4);
                 const float pair[2] = {sum[i][j], sum[i][j + 1]};
-                const Pack<Value, 2> changed = change(pair, column);
+                const Pack<Value, 2> changed = change(pair, row, column);
                 if constexpr (Turned) {
                     to[column * pitch + row] = changed.value[0];
                     to[(column + 1) * pitch + row] = changed.value[1];
