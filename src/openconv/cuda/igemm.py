@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, gcd, log2, prod
+from math import ceil, gcd, prod
 
 from torch import Tensor
 
@@ -370,16 +370,12 @@ class _Work:
             self.shared += knobs.rows * (window + index + 4 * rank)
             self.shared += 4 * max(1, listed)
             counts = [len(axis.taps) for axis in axes_] + [1] * (3 - rank)
-            # Pieces of a tensor with each step: all come before the last ones. Powers of two make fewer kernels.
-            each = knobs.rows * knobs.columns // 8 // knobs.threads / max(1, self.steps // phases - 2)
-            more = min(16, 1 << max(0, ceil(log2(each)))) if held else 0
             constants |= {
                 "pixels": knobs.rows, "filters": knobs.columns, "along": fprop,
                 "bits": bits, "masked": channels % piece == 0 and span >= knobs.depth and bits == 32, "listed": listed,
                 "a_vector": gcd(piece, channels), "b_vector": gcd(piece, taps * c if fprop else c),
                 "together": gcd(4 if knobs.splits > 1 else 16 // out, self.inner),
                 "early": self.early, "tensors": sum(1 << at for at in tensors), "held": held,
-                "more": more,
                 "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],
             }  # fmt: skip
             total = {"fprop": (problem.c, problem.k), "dgrad": (problem.k, problem.c)}[problem.direction]

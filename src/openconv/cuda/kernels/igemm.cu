@@ -13,30 +13,28 @@
 //   dgrad   the filter lies across it: a step belongs to one tap, so that its rows are filters one after the other;
 //           where that would leave much of a step empty (`listed`), a list in shared memory says where each row is
 //
-// Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then `Windows`. Where the
-// epilogue reads one tensor (`held`), its part comes there between both while the block computes, and results take its
-// place.
+// Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then `Windows`. Where the epilogue
+// reads one tensor (`held`), its part comes there between both while the block computes, and results take its place.
 //
 // Results have their channels last, or the image's pixels, which they leave shared memory along. Other results of the
 // epilogue go the same way before; then the results in shared memory are added up for statistics, a tile's to `parts`.
 //
 // A prologue is computed in shared memory: by the thread that brought a piece, where the piece is inside of the image.
 //
-// `bits`, 32 or 64: there are at most as many taps, and a bit says whether a pixel's tap is inside; else 0. `masked`,
-// the usual case: there are 32, pieces are vectors and a tap has at least a step of channels, so that the next step
-// belongs to the same tap or to the next one.
+// `bits`, 32 or 64: there are at most as many taps, and a bit says whether a pixel's tap is inside; else 0. `masked`, the
+// usual case: there are 32, pieces are vectors and a tap has at least a step of channels, so that the next step belongs to the same tap or to the
+// next one.
 //
 // What is less than four bytes, no copy can bring beside the threads: pieces of it are loaded a step ahead, into
 // registers, and stored.
 //
-// Traits: rank, bits, masked, listed (depth of the list, or 0), last (channels, in the result), follows (another
-// kernel, that made an input), pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents,
-// rows_first (blocks with successive numbers share n, not m), products (of tf32 for one of f32; 0: on CUDA cores),
-// Factors (types that are multiplied), along (the filter lies along the depth), a_vector, b_vector (elements that lie
-// side by side and aligned), together (results likewise), phases_0 ... phases_2 of the axes, parted (sums go to
-// `parts`, for igemm_sum), early (what follows the sums reads no tensors but one that is held, and channels in pairs),
-// tensors (a bit for each operand of the epilogue that is one), held (which operand is, from 1 on, or 0), more (pieces
-// of it that a thread brings with each step), stats, Prologue, Also.
+// Traits: rank, bits, masked, listed (depth of the list, or 0), last (channels, in the result), follows (another kernel, that made an input), pixels, filters,
+// depth (elements of a step), warps_m, warps_n, stages, residents, rows_first (blocks with successive numbers share n,
+// not m), products (of tf32 for one of f32; 0: on CUDA cores), Factors (types that are multiplied), along (the filter
+// lies along the depth), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise),
+// phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for igemm_sum), early (what follows the sums reads no
+// tensors, and channels in pairs), tensors (a bit for each operand of the epilogue that is one), held (which one is, from 1 on, or 0), stats, Prologue,
+// Also.
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
@@ -268,7 +266,6 @@ struct Copies {
     static constexpr int of_image = Traits::bits ? a_count : a_vectors;
     static constexpr int count = of_image + b_count, batches = (count + 3) / 4;
     static constexpr bool prepares = false, changes = false, brings_more = Traits::held != 0;
-    static constexpr int more_each = Traits::more;
     // Whether pieces are loaded, a step ahead of what they are asked for, and stored rather than copied.
     static constexpr bool loads =
         Traits::bits && (Traits::a_vector * sizeof(T) < 4 || Traits::b_vector * sizeof(T) < 4);
@@ -278,16 +275,15 @@ struct Copies {
     const Phase& phase;
     const Windows& windows;
     int a_row, a_piece, b_row, b_piece;
-    int steps;               // that are left
-    Depth depth, part;       // of the piece, and of the vector that comes next where they are brought one by one
-    Mask tap, part_tap;      // a bit for the tap that these are at, 0 behind the last step
-    Mask taps[a_vectors];    // not masked: the same of the piece's vectors,
-    Index away[a_vectors];   // and how far they are from where a window begins
-    int filter_left;         // along: elements of a filter from the piece on; listed: of the depth, from its first on
-    int results_left;        // along: filters from the first one on; across: channels of the result from the piece on
-    Index filter_from;       // along: the piece in the first filter; across: without filter and tap
-    int channels;            // of the result, from the block's first on
-    int more = threadIdx.x;  // the next piece of the epilogue's tensor
+    int steps;              // that are left
+    Depth depth, part;      // of the piece, and of the vector that comes next where they are brought one by one
+    Mask tap, part_tap;     // a bit for the tap that these are at, 0 behind the last step
+    Mask taps[a_vectors];   // not masked: the same of the piece's vectors,
+    Index away[a_vectors];  // and how far they are from where a window begins
+    int filter_left;        // along: elements of a filter from the piece on; listed: of the depth, from its first on
+    int results_left;       // along: filters from the first one on; across: channels of the result from the piece on
+    Index filter_from;      // along: the piece in the first filter; across: without filter and tap
+    int channels;           // of the result, from the block's first on
     Pack<T, per_piece> held[loads ? count : 1];
 
     __device__ __forceinline__ Copies(const Windows& windows, int first_n, int group, int begin, int steps,
@@ -345,22 +341,18 @@ struct Copies {
         }
     }
 
-    // `Count` more pieces of the block's part of the tensor that the epilogue reads.
-    template <int Count>
-    __device__ __forceinline__ void bring_more(char* ring) {
+    // The block's part of the tensor that the epilogue reads.
+    __device__ __forceinline__ void bring_more(char* ring) const {
         constexpr int together = 16 / sizeof(Traits::Out), chunks = BN / together;
         const auto* const tensor = static_cast<const Traits::Out*>(p.operands[first_operand + Traits::held - 1]);
-#pragma unroll
-        for (int i = 0; i < Count; ++i, more += threads) {
-            if (more >= BM * chunks) continue;
-            const int row = more / chunks, n = more % chunks * together;
+        for (int at = threadIdx.x; at < BM * chunks; at += threads) {
+            const int row = at / chunks, n = at % chunks * together;
             const Index place = windows.result[row];
             const bool inside = place >= 0 && n < channels;
             tensor::copy<16>(ring + ring_bytes + (row * pitch + n) * int(sizeof(Traits::Out)),
                              tensor + (inside ? place + n : Index(0)), inside);
         }
     }
-    __device__ __forceinline__ bool has_more() const { return more < BM * BN * int(sizeof(Traits::Out)) / 16; }
 
     __device__ __forceinline__ void end() {
         if constexpr (Traits::masked) {

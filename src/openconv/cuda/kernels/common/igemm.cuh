@@ -248,8 +248,7 @@ struct Warp {
 };
 
 // Rows of `Columns` values leave shared memory as vectors of V. A thread keeps to a column, or to some where there are
-// more than threads, or is not needed. It reads four rows of it before it hands them to
-// `take.rows(row, apart, column, vectors)`.
+// more than threads, or is not needed; it reads four rows of it before it hands them to `take.rows(row, apart, column, vectors)`.
 template <int Rows, int Columns, int V, int Threads, class Value, class Take>
 __device__ __forceinline__ void leave(const Value* from, int pitch, const Take& take) {
     constexpr int turns = (Columns / V + Threads - 1) / Threads, across = Columns / V / turns;
@@ -275,7 +274,7 @@ __device__ __forceinline__ void leave(const Value* from, int pitch, const Take& 
 // `copies` knows what a thread brings of a step: `Copies::count` pieces, each of which it looks up (`from`) and asks
 // for (`copy`) a few products later; `end` goes on to the next step, or to nothing behind the last of them. Before
 // that, with a barrier in between, all threads `prepare` what they share of a step, if `Copies::prepares`. If
-// `Copies::brings_more`, what is needed behind all steps comes beside them, `Copies::more_each` pieces with each. If
+// `Copies::brings_more`, what is needed behind all steps is asked for (`bring_more`) with the last of the first ones. If
 // `Copies::changes`, a thread may `change` what it brought of a step, once that is there and before others see it; as
 // many steps are asked for by then, that one included, as `change` is told.
 //
@@ -305,6 +304,8 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
                 if (first + i < Copies::count) copies.copy(ring + step * stage_bytes, first + i, from[i]);
         }
         copies.end();
+        if constexpr (Copies::brings_more)
+            if (step == Stages - 2) copies.bring_more(ring);
         tensor::commit();
     }
     if constexpr (Copies::prepares) copies.prepare(Stages - 1);
@@ -338,7 +339,6 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
                     if (i * batches / Copies::count == batch) from[i] = copies.from(i);
                 if (last && row == turn) {
                     copies.end();
-                    if constexpr (Copies::brings_more) copies.template bring_more<Copies::more_each>(ring);
                     tensor::commit();
                     tensor::wait<Stages - 2>();
                     if constexpr (Copies::changes) copies.template change<Stages - 1>(ring + reading * stage_bytes);
@@ -356,9 +356,6 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
             }
         }
     }
-    if constexpr (Copies::brings_more)
-#pragma unroll 1
-        while (copies.has_more()) copies.template bring_more<1>(ring);
     tensor::wait<0>();
     __syncthreads();
 }
