@@ -37,6 +37,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "patches": {"filter": 4, "stride": 4, "padding": 0},
     "large patches": {"filter": 16, "stride": 16, "padding": 0},
     "grouped": {"groups": 4},
+    "small groups": {"groups": 8, "k": 16},
     "depthwise": {"groups": 16, "k": 16},
     "strided depthwise": {"groups": 16, "k": 16, "stride": 2},
     "one channel": {"c": 1, "k": 1},
