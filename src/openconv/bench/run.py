@@ -145,10 +145,11 @@ def _field(problem: Problem, device: Device, limits: Limits) -> _Field:
             alone = policy.but(engine=engine, tuning="off")
             found.contestants.append(_Contestant(name, as_chosen if name == chosen else alone))
             found.candidates[name] = candidate
-    strict = policy.but(batch_invariant=True, tuning="off")
-    if limits.invariant and (allowed := rank(core, device, strict)[0]):
-        found.contestants.append(_Contestant("batch_invariant", strict))
-        found.candidates["batch_invariant"] = allowed[0]
+    if limits.invariant:
+        strict = policy.but(batch_invariant=True, tuning="off")
+        for allowed in rank(core, device, strict)[0][:1]:
+            found.contestants.append(_Contestant("batch_invariant", strict))
+            found.candidates["batch_invariant"] = allowed
     if limits.engines and not found.contestants:
         reasons = {r.engine.name: list(r.reasons) for r in refusals if r.engine.name in limits.engines}
         raise UnsupportedProblem(problem, reasons | {name: [why] for name, why in found.notes.items()})
