@@ -55,6 +55,8 @@ SHAPES = [
     "n1 c3 h9 w20 k24 r3 s3 pad1 f16 nhwc",
     "n2 c1 h9 w11 k10 r3 s3 pad1 bf16 nchw*nhwc>nchw",
     "n1 c3 h23 w24 k16 r11 s11 stride4 pad2 f16 nhwc",
+    # A video's frames, one by one.
+    "n2 c3 d3 h9 w10 k8 t1 r5 s5 stride1,2,2 pad0,2,2 f16 nhwc",
     # f32, on CUDA cores.
     "n1 c3 h13 w16 k64 r7 s7 stride2 pad3 f32 nchw",
     "n2 c1 h9 w11 k10 r5 s5 pad2:1,0:3 f32 nhwc*nchw>nhwc",
@@ -157,6 +159,8 @@ def test_same_bits_in_any_batch() -> None:
         ("fprop n1 c8 h9 w9 k8 r3 s3 f16 nhwc", "C is 8"),
         ("fprop n1 c4 h9 w9 k8 r3 s3 g2 f16 nhwc", "groups is 2"),
         ("fprop n1 c3 w9 k8 s3 f16 nchw", "1 spatial axes"),
+        ("fprop n1 c3 d4 h9 w9 k8 t1 r3 s3 f16 nchw", "3 spatial axes"),
+        ("fprop n1 c3 d4 h9 w9 k8 t2 r3 s3 f16 nhwc", "3 spatial axes"),
         ("fprop n1 c3 h9 w9 k8 r3 s3 dil2 f16 nhwc", "dilation is (2, 2)"),
         ("fprop n1 c3 h19 w19 k8 r16 s16 f16 nhwc", "filter is (16, 16)"),
         ("fprop n1 c3 h19 w19 k8 r3 s3 stride5 f16 nhwc", "stride is (5, 5)"),

@@ -143,7 +143,7 @@ class FewChannels(Engine):
     dgrad has C columns only, too few for a tensor core: first the sums over k and r, a product of S*C columns, then the
     few terms of each pixel are gathered along the row. wgrad adds one block's sums to the other's in a fixed order.
 
-    f16 and bf16 need sm_80; f32 is computed on CUDA cores, in f32. It wins by reading x and y about once, without
+    A video whose filter has one frame is as many images. f16 and bf16 need sm_80; f32 is computed on CUDA cores, in f32. It wins by reading x and y about once, without
     channels that are padding. It loses where C is large, which it refuses.
     """
 
@@ -152,8 +152,9 @@ class FewChannels(Engine):
     takes_epilogue = True
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
+        problem = _frames(problem)
         if problem.rank != 2:
-            yield f"the image has {problem.rank} spatial axes; wanted 2"
+            yield f"the image has {problem.rank} spatial axes; wanted 2, or 3 in nhwc with filters of one frame"
             return
         if problem.groups != 1:
             yield f"groups is {problem.groups}; wanted 1"
@@ -179,6 +180,7 @@ class FewChannels(Engine):
     def traits(self, problem: Problem, knobs: Any) -> Traits:
         # The longest chain of additions. Those within an mma cut bits off rather than round, so that each of its two
         # halves may be off by a unit in the last place of the larger sum.
+        problem = _frames(problem)
         share = 1 if problem.dtypes[0] == "f32" else 4
         if problem.direction == "wgrad":  # 100 blocks or more share the pixels of a large problem
             chain = min(problem.gemm.k, 1024 + problem.gemm.k / 100)
@@ -191,15 +193,16 @@ class FewChannels(Engine):
         assert isinstance(device, CudaDevice)
         if problem.direction != "wgrad":
             return 0
-        return 4 * prod(_parts(problem, device, knobs))
+        return 4 * prod(_parts(_frames(problem), device, knobs))
 
     def knobs(self, problem: Problem, device: Device) -> tuple[Knobs, ...]:
-        return tuple(islice(_knobs(problem), 6))
+        return tuple(islice(_knobs(_frames(problem)), 6))
 
     def cost(self, problem: Problem, device: Device, knobs: Any) -> float:
         # Bytes: each tensor about once. Operations: those of whole tiles; mma.sync reaches some 60% of what wgmma does
         # on sm_90, and loads, barriers and stores hide behind it but for a quarter. wgrad writes and reads its sums.
         assert isinstance(device, CudaDevice)
+        problem = _frames(problem)
         moved = problem.min_bytes + 2 * self.workspace_bytes(problem, device, knobs)
         if problem.dtypes[0] == "f32":
             whole = {"fprop": 1.05, "dgrad": 1.15, "wgrad": 3.0}[problem.direction]  # wgrad waits for its tiles
@@ -217,7 +220,7 @@ class FewChannels(Engine):
         assert isinstance(device, CudaDevice)
         launches = [
             Launch(step.source, step.name, device, step.grid, step.block, step.params, follows=at > 0)
-            for at, step in enumerate(_steps(problem, device, knobs))
+            for at, step in enumerate(_steps(_frames(problem), device, knobs))
         ]
 
         if len(launches) == 1:
@@ -236,7 +239,19 @@ class FewChannels(Engine):
     def sources(self, problem: Problem, device: Device, knobs: Any) -> list[jit.Source]:
         """What :meth:`build` compiles."""
         assert isinstance(device, CudaDevice)
-        return list(dict.fromkeys(step.source for step in _steps(problem, device, knobs)))
+        return list(dict.fromkeys(step.source for step in _steps(_frames(problem), device, knobs)))
+
+
+def _frames(problem: Problem) -> Problem:
+    """Of a video whose frames are looked at one by one, the problem of its frames: with channels last, their memory is
+    that of as many images."""
+    first = [each[0] for each in (problem.filter, problem.stride, problem.padding)]
+    if problem.rank != 3 or first != [1, 1, (0, 0)] or set(problem.layouts) != {"nhwc"}:
+        return problem
+    return problem.with_(
+        n=problem.n * problem.spatial[0], spatial=problem.spatial[1:], filter=problem.filter[1:],
+        stride=problem.stride[1:], padding=problem.padding[1:], dilation=problem.dilation[1:],
+    )  # fmt: skip
 
 
 def _knobs(problem: Problem) -> Iterator[Any]:

@@ -25,7 +25,7 @@ _REGISTERS = 1 << 16
 _ALTERNATIVES = 12
 _MOST_STRIDE = 16  # dgrad: as many phases an axis
 _MOST_WORKSPACE = 256 << 20
-_CLOCK = 1.87e9  # cycles a second that shared memory seems to have, since it works beside the products
+_CLOCK = 1.94e9  # cycles a second that shared memory seems to have, since it works beside the products
 _STEP = 0.38e-6  # of a step, however little it multiplies
 _MOST_LISTED = 2048  # rows of the filter whose places a block lists
 _MOST_COPIES = 16  # of a thread and step: their places are in registers beside the sums
@@ -408,8 +408,8 @@ class _Work:
     @property
     def copy_cycles(self) -> tuple[int, int]:
         """Instructions of a warp for a copy, of both operands."""
-        a, b = (43 if size == 16 else 49 if size >= 4 else 31 for size in (each * self.size for each in self.vectors))
-        return 114 if self.apart and self.vectors[0] < self.piece else a, b
+        a, b = (41 if size >= 4 else 33 for size in (each * self.size for each in self.vectors))
+        return 113 if self.apart and self.vectors[0] < self.piece else a, b
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -487,7 +487,7 @@ class _Work:
         # A step: its products, of which mma.sync does two thirds as many as Hopper's wgmma, or what shared memory
         # gives and takes at 128 bytes a cycle.
         rate = (
-            device.half_flops / device.threads * (0.79 if device.capability == 90 else 1.1) * 2 / self.size
+            device.half_flops / device.threads * (0.81 if device.capability == 90 else 1.1) * 2 / self.size
         )  # of f16: half as many of f32, twice as many of i8
         if self.dtype in _SMALL and 90 <= device.capability < 120:  # as products of f16
             rate *= 0.45
@@ -503,25 +503,26 @@ class _Work:
         # Working out where copies go to and come from; four warps do so at a time.
         asked = sum(count * cycles for count, cycles in zip(self.parts, self.copy_cycles, strict=True))
         step = max(products, (read + filled) / _CLOCK, tile.threads / 32 * asked / 4 / 1.7e9)
-        least = _STEP + (0.45e-6 if min(self.vectors) * self.size < 4 else 0.0)
+        step += (0.087e-6 if problem.direction == "wgrad" else 0.021e-6) / self.residents  # barriers
+        least = _STEP + (0.38e-6 if min(self.vectors) * self.size < 4 else 0.0)
         steps = ceil(self.steps / tile.splits / self.phases)
         blocks = prod(self.grid)
 
         def turn(blocks_each: int) -> float:
             """Blocks of a multiprocessor side by side: each waits for its first data and stores its results."""
-            end = tile.rows * tile.columns / 128**2 * (1.5e-6 if problem.direction == "wgrad" else 1.15e-6)
-            return steps * max(blocks_each * step, least) + 2.2e-6 + blocks_each * end
+            end = tile.rows * tile.columns / 128**2 * 1.15e-6
+            return steps * max(blocks_each * step, least) + 2.15e-6 + blocks_each * end
 
         full, rest = divmod(blocks, device.threads * self.residents)
         busy = full * turn(self.residents) + (turn(ceil(rest / device.threads)) if rest else 0.0)
         cached = blocks * steps * tile.depth * self.size * (tile.rows + tile.columns) / (3.2 * device.bandwidth)
         floors = sorted((busy, cached, problem.min_bytes / (1.2 * device.bandwidth)))
-        apart = 2.5e-6 + 8.0 * tile.splits * prod(problem.result_shape) / (2.8 * device.bandwidth)
+        apart = 1.95e-6 + 8.0 * tile.splits * prod(problem.result_shape) / (3.5 * device.bandwidth)
         turned = sum(2.2e-6 + 1.2 * turn.seconds(device) for turn in turned_inputs(problem) if turn)
         turned += 4e-6 * problem.stats
         if problem.direction != "wgrad" and self.inner % 2:  # results leave one by one
             turned += 12.0 * prod(problem.result_shape) / device.bandwidth
-        return 3.2e-6 + floors[2] + 0.57 * floors[1] + (apart if tile.splits > 1 else 0.0) + turned
+        return 3.5e-6 + floors[2] + 0.56 * floors[1] + (apart if tile.splits > 1 else 0.0) + turned
 
 
 _work = lru_cache(maxsize=4096)(_Work)

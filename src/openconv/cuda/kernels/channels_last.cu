@@ -8,7 +8,6 @@
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
-#include "common/follow.cuh"
 #include "traits"
 
 using T = Traits::Element;
@@ -31,7 +30,6 @@ channels_last(const __grid_constant__ Params p) {
     int image = blockIdx.x;
     const int c0 = p.channel_tiles.split(image) * tile_c, x0 = p.pixel_tiles.split(image) * tile_x;
     const i64 first = i64(image) * p.channels * p.pixels;
-    let_next_start();
     constexpr int wide = tile_x / FV, high = tile_c / TV;
 #pragma unroll 4
     for (int i = threadIdx.x; i < tile_c * wide; i += threads) {

@@ -312,8 +312,9 @@ struct Copies {
             filter_left = begin * BK;
         }
         if constexpr (loads) {
+            if (steps > 0)
 #pragma unroll
-            for (int i = 0; i < count; ++i) load_piece(i);
+                for (int i = 0; i < count; ++i) load_piece(i);
             end();
         }
     }
@@ -326,8 +327,9 @@ struct Copies {
         char* const to = i < of_image ? tiles + ATile::place<a_rows>(a_row, a_piece, i)
                                       : tiles + ATile::bytes + BTile::place<b_rows>(b_row, b_piece, i - of_image);
         if constexpr (loads) {
-            store(reinterpret_cast<T*>(to), held[i]);
-            load_piece(i);
+            // Behind the last step there is nothing, for all threads alike.
+            if (steps >= 0) store(reinterpret_cast<T*>(to), held[i]);
+            if (steps > 0) load_piece(i);
         } else if (i >= of_image) {
             filter(i - of_image, [&](int v, const Traits::B* from, bool inside) {
                 igemm::bring<Traits::b_vector>(to + v * int(sizeof(T)), from, inside);
@@ -355,13 +357,19 @@ struct Copies {
     }
 
     __device__ __forceinline__ void end() {
+        --steps;
         if constexpr (Traits::masked) {
             tap <<= depth.advance(BK, phase, p);
-        } else {
+            tap = steps > 0 ? tap : 0;
+        } else if (steps > 0) {
             // `part` is a piece further already.
             part_tap <<= part.advance_far(BK - per_piece, phase, p);
             depth = part;
             tap = part_tap;
+            if constexpr (Traits::bits) look();
+        } else {
+#pragma unroll
+            for (int v = 0; v < a_vectors; ++v) taps[v] = 0;
         }
         if constexpr (Traits::along) {
             filter_left -= BK;
@@ -369,9 +377,6 @@ struct Copies {
         } else {
             filter_left += BK;
         }
-        --steps;
-        tap = steps > 0 ? tap : 0;
-        if constexpr (Traits::bits && !Traits::masked) look();
         results_left = steps > 0 ? results_left : 0;
     }
 
@@ -698,8 +703,7 @@ igemm_conv(const __grid_constant__ Params p) {
     windows.fill(first_m, first_n, group, phase, p);
     if constexpr (Traits::listed) windows.list(phase, p);
     __syncthreads();  // `Copies` looks at them
-    if constexpr (Traits::tensors && !Traits::held && !Traits::parted)
-        ask_tensors(windows, p.results_each - first_n, p);
+    if constexpr (Traits::tensors && !Traits::parted) ask_tensors(windows, p.results_each - first_n, p);
 
     // Load and compute.
     using Bringing = igemm::If<Traits::Prologue::there, Changed, Copies>::type;

@@ -122,9 +122,11 @@ struct Results {
                 const float (&from)[2][4] = sum[phase / phases_w][phase % phases_w];
                 const float value[4] = {from[0][2 * half], from[0][2 * half + 1], from[1][2 * half],
                                         from[1][2 * half + 1]};
+                // A NaN from another group is in all of a group's results.
                 if constexpr (mixed)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) found |= value[i] != value[i] ? 1u << half * phases + phase : 0;
+                    for (int i = 0; i < 4; i += Traits::out_each)
+                        found |= value[i] != value[i] ? 1u << half * phases + phase : 0;
                 store(h, half, phase, value, p);
             }
         return found;

@@ -274,7 +274,8 @@ __device__ __forceinline__ void leave(const Value* from, int pitch, const Take& 
 // `copies` knows what a thread brings of a step: `Copies::count` pieces, each of which it looks up (`from`) and asks
 // for (`copy`) a few products later; `end` goes on to the next step, or to nothing behind the last of them. Before
 // that, with a barrier in between, all threads `prepare` what they share of a step, if `Copies::prepares`. If
-// `Copies::brings_more`, what is needed behind all steps is asked for (`bring_more`) with the last of the first ones. If
+// `Copies::brings_more`, what is needed behind all steps comes (`bring_more`) in their middle: what is asked for later
+// waits for what was asked for before. If
 // `Copies::changes`, a thread may `change` what it brought of a step, once that is there and before others see it; as
 // many steps are asked for by then, that one included, as `change` is told.
 //
@@ -304,8 +305,6 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
                 if (first + i < Copies::count) copies.copy(ring + step * stage_bytes, first + i, from[i]);
         }
         copies.end();
-        if constexpr (Copies::brings_more)
-            if (step == Stages - 2) copies.bring_more(ring);
         tensor::commit();
     }
     if constexpr (Copies::prepares) copies.prepare(Stages - 1);
@@ -339,6 +338,8 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
                     if (i * batches / Copies::count == batch) from[i] = copies.from(i);
                 if (last && row == turn) {
                     copies.end();
+                    if constexpr (Copies::brings_more)
+                        if (step == count / 2) copies.bring_more(ring);
                     tensor::commit();
                     tensor::wait<Stages - 2>();
                     if constexpr (Copies::changes) copies.template change<Stages - 1>(ring + reading * stage_bytes);
@@ -356,6 +357,8 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
             }
         }
     }
+    if constexpr (Copies::brings_more)
+        if (count <= 0) copies.bring_more(ring);
     tensor::wait<0>();
     __syncthreads();
 }
