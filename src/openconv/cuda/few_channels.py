@@ -143,8 +143,9 @@ class FewChannels(Engine):
     dgrad has C columns only, too few for a tensor core: first the sums over k and r, a product of S*C columns, then the
     few terms of each pixel are gathered along the row. wgrad adds one block's sums to the other's in a fixed order.
 
-    A video whose filter has one frame is as many images. f16 and bf16 need sm_80; f32 is computed on CUDA cores, in f32. It wins by reading x and y about once, without
-    channels that are padding. It loses where C is large, which it refuses.
+    A video whose filter has one frame is as many images. f16 and bf16 need sm_80; f32 is computed on CUDA cores, in
+    f32. It wins by reading x and y about once, without channels that are padding. It loses where C is large, which it
+    refuses.
     """
 
     name = "cuda.few_channels"
