@@ -326,7 +326,8 @@ class _Work:
         tile = (self.columns * self.strips * strip + self.stage_bytes / 125) / 1.7e9
         # A warp alone waits for what it reads and multiplies; beside others it does so while they work.
         waits = 1.18 * (reads + products + 60 * knobs.rows * phases) / 1.7e9
-        alone = ceil(self.strips / knobs.warps) * waits + 0.5e-6 / (knobs.stages - 1)
+        latency = 1e-6 if problem.direction == "wgrad" else 0.5e-6
+        alone = ceil(self.strips / knobs.warps) * waits + latency / (knobs.stages - 1)
         busy = self.turns * max(self.residents * tile, alone)
         moved = 0.8 * self.tiles * self.chunks * self.stage_bytes / device.bandwidth
         floors = sorted((busy, moved, 0.51 * problem.min_bytes / device.bandwidth))

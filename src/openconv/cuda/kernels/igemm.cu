@@ -13,28 +13,29 @@
 //   dgrad   the filter lies across it: a step belongs to one tap, so that its rows are filters one after the other;
 //           where that would leave much of a step empty (`listed`), a list in shared memory says where each row is
 //
-// Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then `Windows`. Where the epilogue
-// reads one tensor (`held`), its part comes there between both while the block computes, and results take its place.
+// Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then `Windows`. Where the
+// epilogue reads one tensor (`held`), its part comes there between both while the block computes, and results take its
+// place.
 //
 // Results have their channels last, or the image's pixels, which they leave shared memory along. Other results of the
 // epilogue go the same way before; then the results in shared memory are added up for statistics, a tile's to `parts`.
 //
 // A prologue is computed in shared memory: by the thread that brought a piece, where the piece is inside of the image.
 //
-// `bits`, 32 or 64: there are at most as many taps, and a bit says whether a pixel's tap is inside; else 0. `masked`, the
-// usual case: there are 32, pieces are vectors and a tap has at least a step of channels, so that the next step belongs to the same tap or to the
-// next one.
+// `bits`, 32 or 64: there are at most as many taps, and a bit says whether a pixel's tap is inside; else 0. `masked`,
+// the usual case: there are 32, pieces are vectors and a tap has at least a step of channels, so that the next step
+// belongs to the same tap or to the next one.
 //
 // What is less than four bytes, no copy can bring beside the threads: pieces of it are loaded a step ahead, into
 // registers, and stored.
 //
-// Traits: rank, bits, masked, listed (depth of the list, or 0), last (channels, in the result), follows (another kernel, that made an input), pixels, filters,
-// depth (elements of a step), warps_m, warps_n, stages, residents, rows_first (blocks with successive numbers share n,
-// not m), products (of tf32 for one of f32; 0: on CUDA cores), Factors (types that are multiplied), along (the filter
-// lies along the depth), a_vector, b_vector (elements that lie side by side and aligned), together (results likewise),
-// phases_0 ... phases_2 of the axes, parted (sums go to `parts`, for igemm_sum), early (what follows the sums reads no
-// tensors, and channels in pairs), tensors (a bit for each operand of the epilogue that is one), held (which one is, from 1 on, or 0), stats, Prologue,
-// Also.
+// Traits: rank, bits, masked, listed (depth of the list, or 0), last (channels, in the result), follows (another
+// kernel, that made an input), pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents,
+// rows_first (blocks with successive numbers share n, not m), products (of tf32 for one of f32; 0: on CUDA cores),
+// Factors (types that are multiplied), along (the filter lies along the depth), a_vector, b_vector (elements that lie
+// side by side and aligned), together (results likewise), phases_0 ... phases_2 of the axes, parted (sums go to
+// `parts`, for igemm_sum), early (what follows the sums reads no tensors, and channels in pairs), tensors (a bit for
+// each operand of the epilogue that is one), held (which one is, from 1 on, or 0), stats, Prologue, Also.
 
 #include "common/types.cuh"
 #include "common/divide.cuh"

@@ -5,8 +5,8 @@
 // common/igemm_groups.cuh says how groups and pixels lie. A tile's dy and the piece of x under it are read once; each
 // warp keeps the sums of all taps of a column in registers. Both operands lie across the depth, which is the pixels.
 //
-// Blocks stay: each goes through tiles of its chunk of groups. A block's sums are a split, of which igemm_groups_sum adds
-// all up in a fixed order.
+// Blocks stay: each goes through tiles of its chunk of groups. A block's sums are a split; igemm_groups_sum adds all
+// splits up in a fixed order.
 //
 // Traits: those of common/igemm_groups.cuh; uneven (the last tile of an image may have fewer rows), follows (another
 // kernel, that made an input).
@@ -132,8 +132,8 @@ igemm_groups_wgrad(const __grid_constant__ Params p) {
         }
     }
 
-    // The sums as the lanes have them, four at a time: warps that share a column's pixels add theirs up in shared memory,
-    // each some of the fours.
+    // The sums as the lanes have them, four at a time. Warps that share a column's pixels add theirs up in shared
+    // memory, each some of the fours.
     constexpr int fours = taps * 2 * slices, warps = Traits::warps;
     const auto four = [&](int i) {
         const float (&from)[4] = sum[i / (2 * slices)][i % (2 * slices)];

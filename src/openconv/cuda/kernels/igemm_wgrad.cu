@@ -250,8 +250,8 @@ struct Changed : Copies {
     }
 };
 
-// Where rows of sums go. An int has room for a place in dw; with one of 64 bits the compiler takes each store of a vector
-// apart, value by value.
+// Where rows of sums go. An int has room for a place in dw; with one of 64 bits the compiler takes each store of a
+// vector apart, value by value.
 struct Results {
     const Params& p;
     int first;                    // in dw

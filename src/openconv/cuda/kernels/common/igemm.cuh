@@ -248,7 +248,8 @@ struct Warp {
 };
 
 // Rows of `Columns` values leave shared memory as vectors of V. A thread keeps to a column, or to some where there are
-// more than threads, or is not needed; it reads four rows of it before it hands them to `take.rows(row, apart, column, vectors)`.
+// more than threads, or is not needed. It reads four rows of it before it hands them to
+// `take.rows(row, apart, column, vectors)`.
 template <int Rows, int Columns, int V, int Threads, class Value, class Take>
 __device__ __forceinline__ void leave(const Value* from, int pitch, const Take& take) {
     constexpr int turns = (Columns / V + Threads - 1) / Threads, across = Columns / V / turns;
