@@ -104,6 +104,8 @@ def test_refusals():
     assert reason("n1 c16 h9 w9 k16 r3 s3") == single
     assert "registers hold fewer" in reason("n1 c256 h9 w9 k256 r3 s3 g2")
     assert reason("n1 c32 h19 w19 k32 r3 s3 stride5 g8", "dgrad") == "stride is (5, 5); wanted at most 4 in dgrad"
+    unseen = "no window has a pixel of the image, whose gradient is zeros"
+    assert reason("n1 c16 w1 k16 s1 stride2 pad1:0 g8", "dgrad") == unseen
     old = ", ".join(ENGINE.refusals(make(small, "fprop", "f16", "nhwc"), device_for("sm_75")))
     assert old == "the device is sm_75; its products are those of sm_80 and later"
 

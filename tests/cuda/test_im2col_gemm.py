@@ -14,11 +14,13 @@ from tests.cuda.within_bounds import check_bound
 from tests.support import LAYOUTS, PROBLEMS, check_engine, check_locality, make, refusal, this_device
 
 ENGINE = Im2colGemm()
-# Several panels in one image, several images in one panel, a last panel that is smaller, channels of one group.
+# Several panels in one image, several images in one panel, a last panel that is smaller, channels of one group. Of few
+# pixels with many taps, blocks share the taps.
 PANELS = (
     "n3 c8 h7 w6 k6 r3 s3 pad1",
     "n2 c8 h9 w8 k4 r3 s2 stride2,1 pad0:1,2 dil1,2 g2",
     "n2 c4 d5 h4 w6 k6 t2 r2 s3 stride2,1,1 pad1",
+    "n3 c2 h16 w40 k6 r5 s21 stride6,8 pad3 dil4,1",
 )
 
 

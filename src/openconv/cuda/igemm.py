@@ -325,7 +325,7 @@ class _Work:
         self.shared = knobs.stages * stage + results if held else max(knobs.stages * stage, results)
         if problem.direction == "wgrad":
             pixels, columns = problem.n * prod(problem.out), taps * c
-            self.steps = ceil(pixels / knobs.depth)
+            self.steps = self.longest = ceil(pixels / knobs.depth)
             self.grid = (ceil(k / knobs.rows) * ceil(columns / knobs.columns), groups, knobs.splits)
             constants |= {
                 "filters": knobs.rows, "columns": knobs.columns, "a_vector": gcd(piece, k), "b_vector": gcd(piece, c),
@@ -354,16 +354,13 @@ class _Work:
             bits = (32 if taps <= 32 else 64 if taps <= 64 else 0) if piece // gcd(piece, channels) <= 8 else 0
             listed, least = 0, 64 // self.size
             # Whatever the knobs: the order of a sum does not depend on them.
-            if (
-                not fprop
-                and bits
-                and taps * channels <= _MOST_LISTED
-                and 8 * -(-channels // least) * least > 9 * channels
-            ):
+            gaps = 8 * ceil(channels / least) * least > 9 * channels
+            if not fprop and bits and taps * channels <= _MOST_LISTED and gaps:
                 span = channels
                 listed = ceil(taps * channels / knobs.depth) * knobs.depth
             rows = problem.n * prod(axis.count for axis in axes_)
             self.steps = ceil(taps * span / knobs.depth)
+            self.longest = ceil(prod(max(count for _, count, _ in axis.taps) for axis in axes_) * span / knobs.depth)
             self.grid = (ceil(rows / knobs.rows) * ceil(results / knobs.columns), groups, phases * knobs.splits)
             index = 4 if render.index_type(problem) == "int" else 8
             window = 2 * max(index, bits // 8)
@@ -377,6 +374,7 @@ class _Work:
                 "together": gcd(4 if knobs.splits > 1 else 16 // out, self.inner),
                 "early": self.early, "tensors": sum(1 << at for at in tensors), "held": held,
                 "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],
+                "backwards": prod(axis.taps[0][1] for axis in axes_) < prod(axis.taps[-1][1] for axis in axes_),
             }  # fmt: skip
             total = {"fprop": (problem.c, problem.k), "dgrad": (problem.k, problem.c)}[problem.direction]
             narrow = [rows, channels, results, *total, span, taps * c, c, knobs.splits]
@@ -508,13 +506,14 @@ class _Work:
         steps = ceil(self.steps / tile.splits / self.phases)
         blocks = prod(self.grid)
 
-        def turn(blocks_each: int) -> float:
+        def turn(blocks_each: int, steps: int = steps) -> float:
             """Blocks of a multiprocessor side by side: each waits for its first data and stores its results."""
             end = tile.rows * tile.columns / 128**2 * 1.15e-6
             return steps * max(blocks_each * step, least) + 2.15e-6 + blocks_each * end
 
         full, rest = divmod(blocks, device.threads * self.residents)
         busy = full * turn(self.residents) + (turn(ceil(rest / device.threads)) if rest else 0.0)
+        busy = max(busy, turn(1, ceil(self.longest / tile.splits)))
         cached = blocks * steps * tile.depth * self.size * (tile.rows + tile.columns) / (3.2 * device.bandwidth)
         floors = sorted((busy, cached, problem.min_bytes / (1.2 * device.bandwidth)))
         apart = 1.95e-6 + 8.0 * tile.splits * prod(problem.result_shape) / (3.5 * device.bandwidth)

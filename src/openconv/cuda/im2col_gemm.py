@@ -35,6 +35,8 @@ from .pointwise import Pointwise
 __all__ = ["Im2colGemm", "Panel"]
 
 _THREADS = 256
+_BLOCKS = 8  # that unfolding copies have for a multiprocessor, if there are as many
+_LEAST_TAPS = 8  # of a block, in nchw
 _UNROLL = 4  # loads that a thread of an unfolding copy has under way
 _BUDGETS = (256 << 20, 64 << 20, 16 << 20, 4 << 20)  # bytes of columns
 
@@ -94,22 +96,26 @@ class Im2colGemm(Engine):
         # Columns are written and read once by us, and once by cuBLAS.
         copied = 2 * problem.n * prod(problem.out) * form.window * form.column_size
         panels = len(form.panels)
-        each, images = knobs.pixels, 1 if form.last or problem.direction == "wgrad" else knobs.images
+        each, images = knobs.pixels, 1 if form.last or form.gathers or problem.direction == "wgrad" else knobs.images
         pixels = each * (knobs.images // images)
         depth, k = form.depth, problem.k // problem.groups
         m, n, sums = {"fprop": (k, pixels, depth), "dgrad": (depth, pixels, k), "wgrad": (k, depth, pixels)}[
             problem.direction
         ]
         size = DTYPE_BYTES[problem.result_dtype]
-        fits = depth * size % 16 == 0 and (problem.k if form.last else pixels) * size % 16 == 0
+        fits = depth * size % 16 == 0 and (form.gathers or (problem.k if form.last else pixels) * size % 16 == 0)
         batch = images * min(problem.groups, max(1, knobs.channels // (problem.c // problem.groups)))
-        # Fitted to 991 times on an H200: products take 0.6 of what gemm_seconds says with channels last, and 1.7 of it
-        # with channels first. An unfolding copy reads x out of the caches. It is bound by its stores, or where channels
+        # Fitted to 991 times on an H200: products take 0.6 of what gemm_seconds says, or 1.3 where rows of pixels in
+        # nchw begin anywhere. An unfolding copy reads x out of the caches. It is bound by its stores, or where channels
         # make no vectors by working out places.
+        easy = form.last or fits or m < 100
         whole = problem.c // problem.groups * size % 16 == 0
-        slower, copies = (0.6, 0.8 if whole else 4.0) if form.last else (1.7, 1.2 if whole else 0.6)
+        slower = 0.6 if easy else 1.3
+        copies = (0.8 if whole else 4.0) if form.last else 5.0 if problem.direction == "dgrad" else 1.7 if easy else 4.0
         seconds = 6e-6 + panels * (1e-6 + slower * gemm_seconds(problem, device, m, n, sums, batch, aligned=fits))
         seconds += copied * copies / device.bandwidth + problem.min_bytes / device.bandwidth
+        if form.gathers and problem.direction == "dgrad":
+            seconds += 2e-6 + 3.0 * prod(problem.y_shape) * size / device.bandwidth
         if problem.direction == "wgrad":  # which is put in order behind
             seconds += 3.4 * prod(problem.w_shape) * size / device.bandwidth
         return seconds + pointwise.seconds(problem, device) * (problem.direction == "fprop")
@@ -136,7 +142,7 @@ def _panel(problem: Problem, budget: int) -> Panel:
     backward = problem.direction == "dgrad"
     taps, out, C = prod(problem.filter), prod(problem.out), problem.c
     pixel = C * taps * (max(size, 4) if backward else size)
-    if problem.direction == "wgrad" and problem.layouts[0] == "nchw":
+    if problem.direction != "fprop" and problem.layouts[0] == "nchw":
         pixel += problem.k * size  # dy, gathered
     elif problem.direction == "fprop" and pointwise.wide(problem):
         pixel += problem.k * 4  # sums
@@ -173,6 +179,15 @@ class _Form:
         padded = self.last and problem.groups == 1 and not backward
         self.row = ceil(self.window / unit) * unit if padded else self.window
         self.depth = self.row // problem.groups
+
+    @property
+    def gathers(self) -> bool:
+        """Whether dy of nchw is copied before: all images' pixels side by side for a wgrad, and for a dgrad too where
+        rows of pixels would not begin at multiples of 16 bytes."""
+        direction = self.problem.direction
+        if self.last or direction == "fprop":
+            return False
+        return self.knobs.images > 1 if direction == "wgrad" else self.out * self.size % 16 != 0
 
     @property
     def wide(self) -> bool:
@@ -226,7 +241,7 @@ class _Form:
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """The parts of the workspace: columns; dy gathered from several images of nchw; sums that an epilogue follows;
+        """The parts of the workspace: columns; dy of nchw, gathered; sums that an epilogue follows;
         filters in another order; the part of dw that one panel adds, and in a dgrad some channels of the filters."""
         problem, knobs, size = self.problem, self.knobs, self.size
         backward, wgrad = problem.direction == "dgrad", problem.direction == "wgrad"
@@ -236,7 +251,7 @@ class _Form:
             columns = width * (self.row if not backward else channels * self.taps)
         else:
             columns = channels * self.taps * self.pitch(knobs.images, channels if backward else knobs.pixels)
-        gathered = problem.k * width if wgrad and not self.last and knobs.images > 1 else 0
+        gathered = problem.k * self.pitch(knobs.images, knobs.pixels) if self.gathers else 0
         behind = problem.k * width if self.wide and self.epilogue_behind else 0
         filters = problem.k * self.depth
         reorder = problem.layouts[0] != problem.layouts[1] and self.taps > 1 and problem.w_shape[1] > 1
@@ -361,7 +376,7 @@ def _build_dgrad(problem: Problem, device: CudaDevice, knobs: Panel) -> Runner:
     alignment = max(form.vector_back(channels) for channels in form.widths) * form.size
 
     def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
-        columns, _, _, spare, part = split(workspace, form.regions, dtype)
+        columns, gathered, _, spare, part = split(workspace, form.regions, dtype)
         dx = aligned(out, alignment)
         operands = tuple(aligned(operand, alignment) for operand in operands)
         weights = filter_rows(b, problem, own * taps, spare)
@@ -382,6 +397,12 @@ def _build_dgrad(problem: Problem, device: CudaDevice, knobs: Panel) -> Runner:
             if last:
                 ys = flat(ys).view(1, width, groups, kg).permute(0, 2, 3, 1)[:, g0 : g0 + parts]
                 xs = columns[: width * pitch].view(1, width, parts, depth).permute(0, 2, 3, 1)
+            elif form.gathers:  # all images' pixels side by side
+                ys = ys.view(images, groups, kg, form.out)[:, g0 : g0 + parts]
+                strides = (kg * pitch, pitch, form.out, 1)
+                gathered.as_strided((parts, kg, images, form.out), strides).copy_(ys.permute(1, 2, 0, 3))
+                ys = gathered.as_strided((1, parts, kg, width), (0, kg * pitch, pitch, 1))
+                xs = columns.as_strided((1, parts, depth, width), (0, depth * pitch, pitch, 1))
             else:
                 ys = ys.view(images, groups, kg, form.out)[:, g0 : g0 + parts]
                 xs = columns.as_strided((images, parts, depth, form.out), (form.out, depth * pitch, pitch, 1))
@@ -402,12 +423,17 @@ def _unfold(form: _Form, device: CudaDevice, images: int, count: int) -> Callabl
     narrow = [width, problem.c, form.window, pitch, *_three(problem.spatial)]
     narrow += [*_three((low for low, _ in problem.padding), 0), *_three(problem.stride), *_three(problem.dilation)]
     narrow += filters
-    for value in (count, *out[1:], max(1, pitch // vector), own // vector, *filters):
+    # Where pixels and channels are few, a channel's taps are shared.
+    few = ceil(_BLOCKS * device.threads / (ceil(width / _THREADS) * problem.c))
+    each = ceil(form.taps / max(1, min(few, form.taps // _LEAST_TAPS)))
+    parts = ceil(form.taps / each)
+    for value in (count, *out[1:], max(1, pitch // vector), own // vector, *filters, parts):
         narrow += divisor(value)
+    narrow.append(each)
     if form.last:
         grid: tuple[int, ...] = (ceil(width * (pitch // vector) / (_THREADS * _UNROLL)),)
     else:
-        grid = (ceil(width / _THREADS), min(problem.c, 65535))
+        grid = (ceil(width / _THREADS), min(problem.c * parts, 65535))
     launch = Launch(form.im2col, "im2col", device, grid, (_THREADS,), pack(3, (), narrow))
 
     def unfold(x: Tensor, columns: Tensor, first: int) -> None:
@@ -425,6 +451,7 @@ def _fold(
     count = images * channels // vector * prod(problem.spatial)
     narrow = [problem.c, form.pitch(images, channels), *_three(problem.filter), *_three(problem.out)]
     narrow += [*_three((low for low, _ in problem.padding), 0), *_three(problem.dilation)]
+    narrow += _three(s // gcd(s, d) for s, d in zip(problem.stride, problem.dilation, strict=True))
     for value in (*_three(problem.spatial), *_three(problem.stride), channels // vector, run // vector):
         narrow += divisor(value)
     params = pack(3 + max(1, len(problem.epilogue.operands)), (count,), narrow)

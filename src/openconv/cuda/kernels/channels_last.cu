@@ -1,8 +1,9 @@
 // A tensor with its channels behind the pixels rather than in front of them: out[n, pixel, c] = from[n, c, pixel].
 //
-// A block has `tile_c` channels by `tile_x` pixels, which it reads along the pixels and writes along the channels, through
-// shared memory. All pixels of an image that has few, as a filter has taps, are one run of memory for all channels. Of
-// elements of one or two bytes, a thread reads and writes as many as make four bytes where they are aligned.
+// A block has `tile_c` channels by `tile_x` pixels, which it reads along the pixels and writes along the channels,
+// through shared memory. All pixels of an image that has few, as a filter has taps, are one run of memory for all
+// channels. Of elements of one or two bytes, a thread reads and writes as many as make four bytes where they are
+// aligned.
 //
 // Traits: Element (of the same size, without a meaning), tile_c, tile_x, from_vector, to_vector.
 

@@ -8,8 +8,8 @@
 // that stores are side by side. `channels` channels from `first` on are there, of `images` images; a row of columns has
 // `pitch` elements. No shared memory.
 //
-// Traits: Out (of dx), Sum, Epilogue; Columns (Out; Sum for f16 and bf16, so that sums are rounded once), Offset (int or
-// i64), channels_last, vector.
+// Traits: Out (of dx), Sum, Epilogue; Columns (Out; Sum for f16 and bf16, so that sums are rounded once), Offset (int
+// or i64), channels_last, vector.
 
 #include "common/pointwise.cuh"
 #include "common/types.cuh"
@@ -31,15 +31,26 @@ struct Params {
     i64 count;       // threads that have something to do
     int all, pitch;  // channels of dx; elements of a row of columns
     int filter[3], output[3], pad[3], dilation[3];
+    int step[3];  // from one tap to the next that a place is at, of some window
     Divisor image[3], stride[3];
     Divisor channels, run;  // here, in vectors; of a group, in vectors
 };
 
-// The output position whose window has this place at a tap; -1 where there is none.
+// Of the taps at which some window may have this place, the first.
+__device__ __forceinline__ int first_tap(int place, const Params& p, int axis) {
+    if (place >= 0 && p.dilation[axis] == 1) return p.stride[axis].split(place);
+    for (int tap = 0; tap < p.step[axis] && place >= 0; ++tap, place -= p.dilation[axis]) {
+        int rest = place;
+        if (p.stride[axis].split(rest) == 0) return tap;
+    }
+    return p.filter[axis];
+}
+
+// The output position whose window has this place at such a tap; -1 where there is none.
 __device__ __forceinline__ int source(int place, const Divisor& stride, int count) {
     if (place < 0) return -1;
-    const int rest = stride.split(place);
-    return rest == 0 && place < count ? place : -1;
+    place = stride.quotient(place);
+    return place < count ? place : -1;
 }
 
 extern "C" __global__ void __launch_bounds__(256, 3)
@@ -60,15 +71,17 @@ col2im(const __grid_constant__ Params p) {
     Sum sum[V];
 #pragma unroll
     for (int i = 0; i < V; ++i) sum[i] = 0;
-    for (int t = 0; t < p.filter[0]; ++t) {
+    const int first_t = first_tap(d + p.pad[0], p, 0), first_r = first_tap(h + p.pad[1], p, 1);
+    const int first_s = first_tap(w + p.pad[2], p, 2);
+    for (int t = first_t; t < p.filter[0]; t += p.step[0]) {
         const int o = source(d + p.pad[0] - t * p.dilation[0], p.stride[0], p.output[0]);
         if (o < 0) continue;
-        for (int r = 0; r < p.filter[1]; ++r) {
+        for (int r = first_r; r < p.filter[1]; r += p.step[1]) {
             const int row = source(h + p.pad[1] - r * p.dilation[1], p.stride[1], p.output[1]);
             if (row < 0) continue;
             const int line = (o * p.output[1] + row) * p.output[2];
 #pragma unroll 2
-            for (int s = 0; s < p.filter[2]; ++s) {
+            for (int s = first_s; s < p.filter[2]; s += p.step[2]) {
                 const int q = source(w + p.pad[2] - s * p.dilation[2], p.stride[2], p.output[2]);
                 if (q < 0) continue;
                 const int tap = (t * p.filter[1] + r) * p.filter[2] + s;

@@ -33,9 +33,10 @@
 // kernel, that made an input), pixels, filters, depth (elements of a step), warps_m, warps_n, stages, residents,
 // rows_first (blocks with successive numbers share n, not m), products (of tf32 for one of f32; 0: on CUDA cores),
 // Factors (types that are multiplied), along (the filter lies along the depth), a_vector, b_vector (elements that lie
-// side by side and aligned), together (results likewise), phases_0 ... phases_2 of the axes, parted (sums go to
-// `parts`, for igemm_sum), early (what follows the sums reads no tensors, and channels in pairs), tensors (a bit for
-// each operand of the epilogue that is one), held (which one is, from 1 on, or 0), stats, Prologue, Also.
+// side by side and aligned), together (results likewise), phases_0 ... phases_2 of the axes, backwards (the phases from
+// the last one on, which has more taps: long blocks come first), parted (sums go to `parts`, for igemm_sum), early
+// (what follows the sums reads no tensors, and channels in pairs), tensors (a bit for each operand of the epilogue that
+// is one), held (which one is, from 1 on, or 0), stats, Prologue, Also.
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
@@ -82,6 +83,7 @@ struct Taps {
 constexpr int first_operand = Traits::Prologue::count, first_other = first_operand + Traits::Epilogue::count;
 constexpr int pointers = first_other + Traits::Also::count;
 constexpr int phase_counts[3] = {Traits::phases_0, Traits::phases_1, Traits::phases_2};
+constexpr int phases = Traits::phases_0 * Traits::phases_1 * Traits::phases_2;
 constexpr int all_taps = phase_counts[0] + (rank > 1 ? phase_counts[1] : 0) + (rank > 2 ? phase_counts[2] : 0);
 
 struct Params {
@@ -697,14 +699,16 @@ igemm_conv(const __grid_constant__ Params p) {
     const int near = p.tiles.split(rest), tile_m = Traits::rows_first ? near : rest;
     const int first_n = (Traits::rows_first ? rest : near) * BN, first_m = tile_m * BM, group = blockIdx.y;
     const int split = blockIdx.z % p.splits;
-    const Phase phase(blockIdx.z / p.splits, p);
+    const int number = blockIdx.z / p.splits;
+    const Phase phase(Traits::backwards ? phases - 1 - number : number, p);
     const int all_steps = (phase.count * p.span + BK - 1) / BK;
     const int begin = int(i64(all_steps) * split / p.splits), end = int(i64(all_steps) * (split + 1) / p.splits);
 
     windows.fill(first_m, first_n, group, phase, p);
     if constexpr (Traits::listed) windows.list(phase, p);
     __syncthreads();  // `Copies` looks at them
-    if constexpr (Traits::tensors && !Traits::parted) ask_tensors(windows, p.results_each - first_n, p);
+    if constexpr (Traits::tensors && !Traits::held && !Traits::parted)
+        ask_tensors(windows, p.results_each - first_n, p);
 
     // Load and compute.
     using Bringing = igemm::If<Traits::Prologue::there, Changed, Copies>::type;

@@ -56,7 +56,9 @@ struct Filter {
             for (int i = 0; i < groups::slices * 4; ++i) {
                 const int n = column * 16 + 4 * (lane / 8) + 2 * (i % 4 / 2) + lane / 4 % 2;
                 const int c = groups::first_in(column) + i / 4 * 16 + i % 2 * 8 + lane % 4 * 2;
-                value[tap][i / 4][i % 4] = pair(chunk, tap, n, c) | pair(chunk, tap, n, c + 1) << 16;
+                // Two channels of one group, or of none: what is there is read anyway, without a branch.
+                const u32 both = pair(chunk, tap, n, c);
+                value[tap][i / 4][i % 4] = n / Traits::out_each == c / Traits::in_each ? both : 0;
             }
     }
 
@@ -67,8 +69,10 @@ struct Filter {
                                    : (row * Traits::each + channel) * taps + tap;
     }
     __device__ static __forceinline__ u32 pair(const T* chunk, int tap, int n, int c) {
-        const bool same = n / Traits::out_each == c / Traits::in_each;
-        return same ? chunk[place(tap, n, c)].bits : 0;
+        if constexpr (!Traits::turned && Traits::filter_last)
+            return *reinterpret_cast<const u32*>(chunk + place(tap, n, c));
+        else
+            return chunk[place(tap, n, c)].bits | u32(chunk[place(tap, n, c + 1)].bits) << 16;
     }
 };
 

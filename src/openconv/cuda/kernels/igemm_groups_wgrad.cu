@@ -35,20 +35,29 @@ struct Params {
     int gradient_pixel;
 };
 
-__device__ __forceinline__ void bring_gradient(char* to, const groups::Tile& tile, int first_channel, const Params& p) {
-    constexpr int pieces = groups::out_chunk / 8;
-    static_assert(groups::threads % pieces == 0, "threads share the channels evenly");
-    const int piece = threadIdx.x % pieces;
-    const T* const channels = p.gradient + first_channel + piece * 8;
-#pragma unroll 4
-    for (int at = threadIdx.x / pieces; at < gradient_pixels; at += groups::threads / pieces) {
-        const groups::Pixel pixel(at % gradient_across);
-        const int h = tile.h + at / gradient_across;
-        const bool inside = pixel.inside(tile, p.place) && h < p.place.rows;
-        const Index from = ((Index(tile.image + pixel.image) * p.place.rows + h) * p.place.columns + tile.w + pixel.w) *
-                           p.gradient_pixel;
-        tensor::copy<16>(to + at * gradient_pitch + piece * 16, channels + (inside ? from : 0), inside);
+// A column of the gradient under a tile.
+struct Column {
+    char* to;
+    const T* from;
+    Index row_elements;
+    int rows;  // that there are
+
+    __device__ __forceinline__ void copy(int, int row) const {
+        tensor::copy<16>(to + row * (gradient_across * gradient_pitch), from + row * row_elements, row < rows);
     }
+};
+
+__device__ __forceinline__ void bring_gradient(char* to, const groups::Tile& tile, int first_channel, const Params& p) {
+    const T* const first =
+        p.gradient +
+        (((Index(tile.image) * p.place.rows + tile.h) * p.place.columns + tile.w) * p.gradient_pixel + first_channel);
+    const Index row_elements = Index(p.place.columns) * p.gradient_pixel;
+    groups::bring_rows<1, groups::high, gradient_across, groups::out_chunk>([&](int across, int piece) {
+        const groups::Pixel pixel(across);
+        return Column{to + across * gradient_pitch + piece * 16,
+                      first + (pixel.image * p.place.rows * row_elements + pixel.w * p.gradient_pixel + piece * 8),
+                      row_elements, pixel.inside(tile, p.place) ? p.place.rows - tile.h : 0};
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(groups::threads, Traits::bound)

@@ -6,9 +6,10 @@
 // for `images` images and `count` output pixels of each, from pixel `first` on. Rows of columns are `pitch` elements
 // long; in nhwc what is behind a window is zeros.
 //
-// nchw: a thread owns one output pixel and writes the taps of a channel below each other, so that a warp's stores are
-// side by side and, where the stride is 1, its loads too. nhwc: a thread owns vectors of channels (`vector` divides C/G)
-// in the order of columns, and has `unroll` loads under way. No shared memory: what windows share comes out of L1.
+// nchw: a thread owns one output pixel and writes the taps of a channel below each other, all or a part of them, so
+// that a warp's stores are side by side and, where the stride is 1, its loads too. nhwc: a thread owns vectors of
+// channels (`vector` divides C/G) in the order of columns, and has `unroll` loads under way. No shared memory: what
+// windows share comes out of L1.
 //
 // Traits: Out (of every tensor); Offset (int or i64), channels_last, vector, unroll.
 
@@ -33,6 +34,8 @@ struct Params {
     int image[3], pad[3], stride[3], dilation[3], filter[3];
     Divisor count, outputs[2];  // pixels of an image here; P and Q
     Divisor row, run, taps[3];  // nhwc: pitch and C/G in vectors; T, R, S
+    Divisor parts;              // nchw: of a channel's taps, `each` of them in all but the last
+    int each;
 };
 
 struct Place {
@@ -57,24 +60,29 @@ __device__ void planes(const Params& p) {
     const Offset plane = Offset(p.image[0]) * p.image[1] * p.image[2];
     const int taps = p.filter[0] * p.filter[1] * p.filter[2];
 
-    for (int c = blockIdx.y; c < p.channels; c += gridDim.y) {
+    for (int y = blockIdx.y; y < p.channels * p.parts.value; y += gridDim.y) {
+        int c = y;
+        const int begin = p.parts.split(c) * p.each;
+        int left = min(p.each, taps - begin), t = begin;
+        int s = p.taps[2].split(t), r = p.taps[1].split(t);
         const T* const from = p.x + (Offset(own.n) * p.channels + c) * plane;
-        T* to = p.columns + Offset(c) * taps * p.pitch + pixel;
-        for (int t = 0; t < p.filter[0]; ++t) {
-            const int d = own.at[0] + t * p.dilation[0];
-            for (int r = 0; r < p.filter[1]; ++r) {
-                const int h = own.at[1] + r * p.dilation[1];
-                const bool inside = unsigned(d) < unsigned(p.image[0]) && unsigned(h) < unsigned(p.image[1]);
-                const Offset line = (Offset(d) * p.image[1] + h) * p.image[2];
+        T* to = p.columns + (Offset(c) * taps + begin) * p.pitch + pixel;
+        while (left > 0) {
+            const int d = own.at[0] + t * p.dilation[0], h = own.at[1] + r * p.dilation[1];
+            const bool inside = unsigned(d) < unsigned(p.image[0]) && unsigned(h) < unsigned(p.image[1]);
+            const Offset line = (Offset(d) * p.image[1] + h) * p.image[2];
+            const int end = min(p.filter[2], s + left);
+            left -= end - s;
 #pragma unroll 4
-                for (int s = 0; s < p.filter[2]; ++s) {
-                    const int w = own.at[2] + s * p.dilation[2];
-                    T value = T(0.0f);
-                    if (inside && unsigned(w) < unsigned(p.image[2])) value = from[line + w];
-                    *to = value;
-                    to += p.pitch;
-                }
+            for (; s < end; ++s) {
+                const int w = own.at[2] + s * p.dilation[2];
+                T value = T(0.0f);
+                if (inside && unsigned(w) < unsigned(p.image[2])) value = from[line + w];
+                *to = value;
+                to += p.pitch;
             }
+            s = 0;
+            if (++r == p.filter[1]) r = 0, ++t;
         }
     }
 }

@@ -90,12 +90,13 @@ struct Tile {
 };
 
 // A float as the nearest tf32 and what that leaves out, of which tensor cores take 11 bits; together they have 23. What
-// is not finite, or so large that it is rounded to what is not, leaves out what is no number.
+// is not finite, or so large that it is rounded to what is not, leaves out what is no number. As `round_tf32`, which
+// takes twice as many instructions to keep every NaN one.
 struct Tf32 {
     u32 high, low;
 
     __device__ __forceinline__ explicit Tf32(u32 bits)
-        : high(tensor::round_tf32(bits)), low(__float_as_uint(__uint_as_float(bits) - __uint_as_float(high))) {}
+        : high((bits + 0x1000u) & 0xffffe000u), low(__float_as_uint(__uint_as_float(bits) - __uint_as_float(high))) {}
 };
 
 // The same for any float: what is rounded to infinity is cut off instead, and what is not finite leaves nothing out. It
@@ -116,7 +117,7 @@ struct AnyTf32 {
 // products of tf32 stand for one: 1, or 3, which leave out only the product of both small parts.
 //
 // Tensor cores cut off what a sum has no bits for, always towards zero. Products in three parts are as exact as f32, so
-// their sums have to be: those of a slice begin at zero, and are added to what is there by an addition that rounds.
+// their sums have to be: those of two slices begin at zero, and are added to what is there by an addition that rounds.
 // Factors that are not finite make such sums NaN; then all are computed anew with `Any`, which takes care of every
 // factor and leaves the sums of finite factors as they are, to the bit.
 template <class T, class A, class B, int MT, int NT, class Sum, int Parts = 1, bool Any = false>
@@ -127,6 +128,7 @@ struct Warp {
     using ValuesOf = typename If<Tile::by_value, typename Tile::Values, typename Tile::Nothing>::type;
 
     Sum sum[MT][2 * NT][4];
+    Sum part[MT][2 * NT][4];    // of two slices, where products have three parts
     u32 a[MT][4], b[2][NT][4];  // operands of a slice, 32 bytes of the depth; of B also those of the next one
     u32 b_low[NT][4], b_finite[NT][4];
     int m, n, lane;
@@ -171,12 +173,15 @@ struct Warp {
 #pragma unroll
         for (int j = 0; j < 2 * NT; ++j) {
             if constexpr (Parts == 3) {  // the small ones first
-                Sum part[4] = {};
-                multiply(part, low, b_finite, j);
-                multiply(part, finite, b_low, j);
-                multiply(part, left, right, j);
+                Sum(&to)[4] = part[row][j];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) sum[row][j][i] += part[i];
+                for (int i = 0; i < 4; ++i) to[i] = slice % 2 ? to[i] : 0;
+                multiply(to, low, b_finite, j);
+                multiply(to, finite, b_low, j);
+                multiply(to, left, right, j);
+                if (slice % 2)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) sum[row][j][i] += to[i];
             } else {
                 multiply(sum[row][j], left, right, j);
             }
@@ -275,10 +280,11 @@ __device__ __forceinline__ void leave(const Value* from, int pitch, const Take& 
 // `copies` knows what a thread brings of a step: `Copies::count` pieces, each of which it looks up (`from`) and asks
 // for (`copy`) a few products later; `end` goes on to the next step, or to nothing behind the last of them. Before
 // that, with a barrier in between, all threads `prepare` what they share of a step, if `Copies::prepares`. If
-// `Copies::brings_more`, what is needed behind all steps comes (`bring_more`) in their middle: what is asked for later
-// waits for what was asked for before. If
 // `Copies::changes`, a thread may `change` what it brought of a step, once that is there and before others see it; as
 // many steps are asked for by then, that one included, as `change` is told.
+//
+// If `Copies::brings_more`, what is needed behind all steps is asked for (`bring_more`) with the last of the first
+// ones, or with the last of all where they are few. Measured: in between, or ahead to the L2 cache, is slower.
 //
 // A warp goes through the rows of a slice. Behind a row's products it reads what that row multiplies in the next slice,
 // so that reading and multiplying alternate. Copies come in batches: ptxas puts three idle reads before each that
@@ -289,6 +295,7 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
     static_assert(Slices % 2 == 0, "operands alternate between two sets of registers, from step to step as well");
     constexpr int rows = Products::rows, turn = rows / 2, slots = (Slices - 1) * rows;
     constexpr int batches = Copies::batches < slots ? Copies::batches : slots;
+    const bool many = count >= 24;
 #pragma unroll 1
     for (int step = 0; step < Stages - 1; ++step) {
         if constexpr (Copies::prepares) {
@@ -306,6 +313,8 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
                 if (first + i < Copies::count) copies.copy(ring + step * stage_bytes, first + i, from[i]);
         }
         copies.end();
+        if constexpr (Copies::brings_more)
+            if (step == Stages - 2 && many) copies.bring_more(ring);
         tensor::commit();
     }
     if constexpr (Copies::prepares) copies.prepare(Stages - 1);
@@ -340,7 +349,7 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
                 if (last && row == turn) {
                     copies.end();
                     if constexpr (Copies::brings_more)
-                        if (step == count / 2) copies.bring_more(ring);
+                        if (step == max(0, count - Stages) && !many) copies.bring_more(ring);
                     tensor::commit();
                     tensor::wait<Stages - 2>();
                     if constexpr (Copies::changes) copies.template change<Stages - 1>(ring + reading * stage_bytes);

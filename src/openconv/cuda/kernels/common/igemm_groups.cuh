@@ -85,25 +85,58 @@ struct Pixel {
     }
 };
 
+// Copies of `Images` times `Rows` rows of `Wide` pixels with `Channels` channels, 16 bytes each. A thread keeps to a
+// place across the rows, or to a few, and goes down, so that most of what a copy needs is worked out once:
+// `across(pixel, piece)` makes what is asked to `copy(image, row)` then.
+template <int Images, int Rows, int Wide, int Channels, class Across>
+__device__ __forceinline__ void bring_rows(const Across& across) {
+    constexpr int pieces = Channels / 8, places = Wide * pieces, used = places < threads ? places : threads;
+    constexpr int together = threads / used, each = (Rows + together - 1) / together;
+    const int first = together > 1 ? threadIdx.x / used : 0;
+    if (threads % used && threadIdx.x >= together * used) return;
+    for (int at = together > 1 ? threadIdx.x % used : threadIdx.x; at < places; at += used) {
+        const auto column = across(at / pieces, at % pieces);
+#pragma unroll 1
+        for (int image = 0; image < Images; ++image)
+#pragma unroll(each <= 16 ? each : 8)
+            for (int i = 0; i < each; ++i)
+                if (Rows % together == 0 || first + i * together < Rows) column.copy(image, first + i * together);
+    }
+}
+
+// A column of the piece of the image.
+template <class T>
+struct Column {
+    char* to;
+    const T* from;
+    int images, first_h, in_h;  // images and rows that there are
+    Traits::Index row_elements, image_elements;
+    bool inside;
+
+    __device__ __forceinline__ void copy(int image, int row) const {
+        tensor::copy<16>(to + (image * halo_h + row) * (row_slots * image_pitch),
+                         from + (image * image_elements + row * row_elements),
+                         inside && image < images && unsigned(first_h + row) < unsigned(in_h));
+    }
+};
+
 // The piece of the image under a tile; zeros outside of the image.
 template <class T>
 __device__ __forceinline__ void bring_image(char* to, const T* image, const Tile& tile, int first_channel,
                                             const Place& p) {
     using Index = Traits::Index;
-    constexpr int pieces = in_chunk / 8;
     const int h0 = tile.h * Traits::step_h + p.from_h, w0 = tile.w * Traits::step_w + p.from_w;
-    // A thread keeps to a piece of the channels.
-    static_assert(threads % pieces == 0, "threads share the channels evenly");
-    const int piece = threadIdx.x % pieces;
-    const T* const channels = image + first_channel + piece * 8;
-#pragma unroll 4
-    for (int at = threadIdx.x / pieces; at < halo; at += threads / pieces) {
-        const int n = tile.image + at / (halo_h * halo_w), h = h0 + at / halo_w % halo_h, w = w0 + at % halo_w;
-        const bool inside = n < p.images && unsigned(h) < unsigned(p.in_h) && unsigned(w) < unsigned(p.in_w);
-        const Index from = ((Index(n) * p.in_h + h) * p.in_w + w) * p.pixel;
-        const int place = at / halo_w * row_slots + slot(at % halo_w);
-        tensor::copy<16>(to + place * image_pitch + piece * 16, channels + (inside ? from : 0), inside);
-    }
+    const T* const first = image + (((Index(tile.image) * p.in_h + h0) * p.in_w + w0) * p.pixel + first_channel);
+    bring_rows<images, halo_h, halo_w, in_chunk>([&](int w, int piece) {
+        return Column<T>{to + slot(w) * image_pitch + piece * 16,
+                         first + (Index(w) * p.pixel + piece * 8),
+                         p.images - tile.image,
+                         h0,
+                         p.in_h,
+                         Index(p.in_w) * p.pixel,
+                         Index(p.in_h) * p.in_w * p.pixel,
+                         unsigned(w0 + w) < unsigned(p.in_w)};
+    });
 }
 
 }  // namespace groups
