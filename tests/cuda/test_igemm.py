@@ -153,7 +153,14 @@ def test_the_epilogue_is_part_of_the_kernel(text, direction, layout, splits, epi
 
 
 @pytest.mark.parametrize("direction", ["fprop", "dgrad"])
-@pytest.mark.parametrize("text", ["n2 c24 h9 w7 k40 r3 s3 stride2 pad1", "n1 c32 h6 w5 k48 r3 s3 pad1 g2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "n2 c24 h9 w7 k40 r3 s3 stride2 pad1",
+        "n1 c32 h6 w5 k48 r3 s3 pad1 g2",
+        "n1 c96 h4 w5 k88 r3 s3 pad1",  # as many steps as it comes beside the first ones for
+    ],
+)
 def test_a_residual_comes_beside_the_steps(text, direction):
     problem = make(f"{text} +bias+residual+relu", direction, "f16", "nhwc")
     candidate = with_knobs(ENGINE, problem, SMALL)
