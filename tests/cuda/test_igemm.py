@@ -126,6 +126,12 @@ def test_right_with_tiles_that_are_no_powers_of_two(shape, layout):
         check("n2 c32 h9 w8 k72 r3 s3 pad1", direction, Tile(*shape), layout=layout)
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_right_where_results_are_larger_than_the_ring(direction, splits):
+    check("n1 c128 h5 w8 k128 r1 s3", direction, Tile(128, 128, 2, 2, 32, 3, splits=splits))
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("text", LAYERS)
 def test_right_on_layers(text, direction):

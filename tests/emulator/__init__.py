@@ -25,7 +25,9 @@ REPLACED = (
     "common/async.cuh",
     "common/mma.cuh",
     "common/mma_types.cuh",
+    "common/relu.cuh",
     "common/shared.cuh",
+    "common/shared_boxes.cuh",
     "common/wgmma.cuh",
     "common/bulk.cuh",
 )
@@ -46,7 +48,8 @@ def compiled(source: jit.Source, name: str, arch: int = 900) -> ctypes.CDLL:
 static void body(const void* params) {{ {name}(*static_cast<const Params*>(params)); }}
 extern "C" __attribute__((visibility("default"))) int params_size() {{ return sizeof(Params); }}
 extern "C" __attribute__((visibility("default")))
-void run(const unsigned* grid, const unsigned* block, const void* params) {{
+bool run(const unsigned* grid, const unsigned* block, const void* params, unsigned shared) {{
+    emulator::mark_behind(shared);
     emulator::body = body;
     emulator::given = params;
     gridDim = {{grid[0], grid[1], grid[2]}};
@@ -57,6 +60,7 @@ void run(const unsigned* grid, const unsigned* block, const void* params) {{
                 blockIdx = {{x, y, z}};
                 emulator::run_block();
             }}
+    return emulator::kept_behind(shared);
 }}
 """
     header = _header(arch)
@@ -108,7 +112,8 @@ class EmulatedLaunch:
         shared: int = 0, follows: bool = False, maps: Sequence[TensorMap] = (),
     ) -> None:  # fmt: skip
         self._library = compiled(source, name)
-        self._maps = maps
+        self._library.run.restype = ctypes.c_bool
+        self._name, self._shared, self._maps = name, shared, maps
         if maps:
             params += bytes(-len(params) % 64 + 128 * len(maps))
         wanted = self._library.params_size()
@@ -130,7 +135,8 @@ class EmulatedLaunch:
         buffer = ctypes.create_string_buffer(len(self._params) + 64)
         start = -ctypes.addressof(buffer) % 64  # maps are aligned to as much
         ctypes.memmove(ctypes.addressof(buffer) + start, bytes(self._params), len(self._params))
-        self._library.run(self._grid, self._block, ctypes.byref(buffer, start))
+        within = self._library.run(self._grid, self._block, ctypes.byref(buffer, start), self._shared)
+        assert within, f"{self._name} wrote behind the {self._shared} bytes of shared memory that it asked for"
 
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -6,8 +6,8 @@ struct alignas(64) Map {
     unsigned long long words[16];
 };
 struct Barrier {
-    int arrivals, left, phase;
-    long long bytes;
+    unsigned arrivals : 10, left : 10, phase : 1;
+    int bytes;
     void check() {
         if (left || bytes) return;
         left = arrivals;
@@ -15,7 +15,7 @@ struct Barrier {
     }
 };
 
-inline void init(Barrier& barrier, int arrivals) { barrier = {arrivals, arrivals, 0, 0}; }
+inline void init(Barrier& barrier, int arrivals) { barrier = {unsigned(arrivals), unsigned(arrivals), 0, 0}; }
 inline void publish() {}
 inline void expect(Barrier& barrier, int bytes) {
     barrier.bytes += bytes;
@@ -23,7 +23,7 @@ inline void expect(Barrier& barrier, int bytes) {
     barrier.check();
 }
 inline void wait(Barrier& barrier, int parity) {
-    for (int turn = 0; barrier.phase == parity; ++turn) {
+    for (int turn = 0; int(barrier.phase) == parity; ++turn) {
         if (turn > 1 << 20) { fprintf(stderr, "emulator: a barrier's phase does not end\n"); abort(); }
         emulator::wait(3);
     }

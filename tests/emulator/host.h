@@ -20,7 +20,8 @@
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 #define __align__(n) alignas(n)
-#define DYNAMIC_SHARED(name) alignas(128) static unsigned char name[227 << 10]
+#define DYNAMIC_SHARED(name) unsigned char* const name = emulator::dynamic
+#define DYNAMIC_SHARED_BOXES(name) DYNAMIC_SHARED(name)
 
 struct dim3 {
     unsigned x = 1, y = 1, z = 1;
@@ -55,6 +56,16 @@ using std::min;
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
 namespace emulator {
+// Shared memory of a launch. Bytes behind those that it asks for keep a pattern; one that has changed is an error.
+constexpr unsigned most_dynamic = 227 << 10, room = 64 << 10;
+alignas(1024) static unsigned char dynamic[most_dynamic + room];
+inline void mark_behind(unsigned shared) { memset(dynamic + shared, 0xa5, sizeof(dynamic) - shared); }
+inline bool kept_behind(unsigned shared) {
+    for (unsigned at = shared; at < sizeof(dynamic); ++at)
+        if (dynamic[at] != 0xa5) return false;
+    return true;
+}
+
 struct Fiber {
     ucontext_t context;
     dim3 at;
