@@ -117,7 +117,7 @@ class Gemm1x1(Engine):
         if form.copied:
             # Runs shorter than a sector of 32 bytes ask for it more than once.
             run = form.geometry.run * size
-            seconds += 2e-6 + 2 * form.columns * size / (device.bandwidth * min(0.85, 0.35 + run / 64))
+            seconds += 4.5e-6 + 2 * form.columns * size / (device.bandwidth * min(0.85, 0.35 + run / 64))
         moved = sum(region.elements * region.size for region in form.regions[1:]) * 2
         seconds += (2e-6 + moved / (0.6 * device.bandwidth)) if moved else 0.0
         # By the median of 327 layers on an H200.

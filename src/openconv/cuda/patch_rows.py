@@ -81,15 +81,17 @@ class PatchRows(Engine):
         return tuple(found[:_ALTERNATIVES])
 
     def cost(self, problem: Problem, device: Device, knobs: RowTile) -> float:
-        # A step is as long as its products, or as its bytes from the second-level cache. Blocks of a multiprocessor
-        # take turns, each of which waits for its first rows and stores its last results.
+        # A step is as long as its products, as its bytes from the second-level cache, or as the copies that rows come
+        # in, which are many where an image has few patches. Blocks of a multiprocessor take turns, each of which waits
+        # for its first rows and stores its last results.
         assert isinstance(device, CudaDevice)
         shape = _Shape(problem)
         depth = shape.run * shape.depth_rows
         products = 2.0 * knobs.windows * knobs.filters * depth / (1.15 * device.half_flops / device.threads)
         windows = shape.slots(knobs.windows) * shape.slot_bytes
         asked = 2 * _DEPTH * knobs.filters / knobs.window_blocks + windows / knobs.filter_blocks
-        step = max(products, asked / 75e9)
+        copies = shape.slots(knobs.windows) * shape.depth_rows / knobs.filter_blocks
+        step = max(products, asked / 75e9, 6e-9 * copies)
         turns = ceil(shape.blocks(knobs) / device.threads)
         return 5.5e-6 + max(turns * (shape.steps * step + 4e-6), problem.min_bytes / (0.8 * device.bandwidth))
 
