@@ -159,21 +159,32 @@ def test_the_epilogue_is_part_of_the_kernel(text, direction, layout, splits, epi
 
 
 @pytest.mark.parametrize("direction", ["fprop", "dgrad"])
+@pytest.mark.parametrize("knobs", [SMALL, NARROW, Tile(64, 128, 2, 2, 32, 3)])
 @pytest.mark.parametrize(
     "text",
     [
         "n2 c24 h9 w7 k40 r3 s3 stride2 pad1",
         "n1 c32 h6 w5 k48 r3 s3 pad1 g2",
         "n1 c96 h4 w5 k88 r3 s3 pad1",  # as many steps as it comes beside the first ones for
+        "n3 c136 w47 k200 s1",
     ],
 )
-def test_a_residual_comes_beside_the_steps(text, direction):
+def test_a_residual_comes_beside_the_steps(text, direction, knobs):
     problem = make(f"{text} +bias+residual+relu", direction, "f16", "nhwc")
-    candidate = with_knobs(ENGINE, problem, SMALL)
-    assert "held = 2;" in ENGINE.sources(problem, this_device(), candidate.knobs)[0].traits
+    candidate = with_knobs(ENGINE, problem, knobs)
+    old, new = (ENGINE.sources(problem, device_for(arch), knobs)[0].traits for arch in ("sm_80", "sm_90a"))
+    assert "held = 2;" in old
+    assert "held = 2;" in new
+    boxed = knobs.columns >= 64 and (direction == "fprop" or max(problem.stride) == 1)
+    assert "boxed = false;" in old
+    assert f"boxed = {str(boxed).lower()};" in new
     check_engine(ENGINE, problem, candidate=candidate)
-    two = make(f"{text} +=add(add(acc,t.a),t.b)", direction, "f16", "nhwc")
-    check_engine(ENGINE, two, candidate=with_knobs(ENGINE, two, SMALL))
+
+
+def test_two_tensors_are_read_behind_the_sums():
+    for direction in ("fprop", "dgrad"):
+        problem = make("n2 c24 h9 w7 k40 r3 s3 stride2 pad1 +=add(add(acc,t.a),t.b)", direction, "f16", "nhwc")
+        check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, SMALL))
 
 
 def test_the_search_begins_with_what_is_right():

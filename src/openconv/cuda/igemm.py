@@ -16,7 +16,7 @@ from . import fusion, jit, render
 from .channels_last import is_last, turned_inputs
 from .device import CudaDevice
 from .divide import divisor
-from .launch import Launch, aligned, pack, single
+from .launch import Launch, TensorMap, aligned, pack, single
 
 __all__ = ["Axis", "Igemm", "Tile", "axes"]
 
@@ -27,6 +27,7 @@ _MOST_STRIDE = 16  # dgrad: as many phases an axis
 _MOST_WORKSPACE = 256 << 20
 _CLOCK = 1.94e9  # cycles a second that shared memory seems to have, since it works beside the products
 _STEP = 0.38e-6  # of a step, however little it multiplies
+_MANY_STEPS = 24  # of which the last are too few to matter
 _MOST_LISTED = 2048  # rows of the filter whose places a block lists
 _MOST_COPIES = 16  # of a thread and step: their places are in registers beside the sums
 
@@ -151,15 +152,16 @@ class Igemm(Engine):
 
     def cost(self, problem: Problem, device: Device, knobs: Tile) -> float:
         assert isinstance(device, CudaDevice)
-        return _work(problem, knobs).seconds(device)
+        return _work(problem, knobs, _copies_boxes(device)).seconds(device)
 
     def build(self, problem: Problem, device: Device, knobs: Tile) -> Runner:
         assert isinstance(device, CudaDevice)
-        work, memory, turned = _work(problem, knobs), _Memory(problem, knobs), turned_inputs(problem)
+        work, memory = _work(problem, knobs, _copies_boxes(device)), _Memory(problem, knobs)
+        turned = turned_inputs(problem)
         main, *others = self.sources(problem, device, knobs)
         name = "igemm_wgrad" if problem.direction == "wgrad" else "igemm_conv"
         follows = any(turned)
-        first = Launch(main, name, device, work.grid, (knobs.threads,), work.params, work.shared, follows)
+        first = Launch(main, name, device, work.grid, (knobs.threads,), work.params, work.shared, follows, work.maps)
         if not memory.bytes and not problem.epilogue.also:
             return single(first, 16)
         turns = [each.launch(device) if each else None for each in turned]
@@ -203,7 +205,8 @@ class Igemm(Engine):
 
     def sources(self, problem: Problem, device: Device, knobs: Tile) -> list[jit.Source]:
         """What :meth:`build` compiles."""
-        work = _work(problem, knobs)
+        assert isinstance(device, CudaDevice)
+        work = _work(problem, knobs, _copies_boxes(device))
         file = "igemm_wgrad.cu" if problem.direction == "wgrad" else "igemm.cu"
         made = [jit.Source(file, fusion.traits(_stored(problem), work.constants))]
         if knobs.splits > 1:
@@ -221,6 +224,10 @@ def _dtypes(problem: Problem) -> tuple[str, str, str]:
     """Of the two inputs and the result."""
     first, second = problem.inputs
     return problem.dtypes[first], problem.dtypes[second], problem.result_dtype
+
+
+def _copies_boxes(device: CudaDevice) -> bool:
+    return device.capability >= 90
 
 
 def _stored(problem: Problem) -> Problem:
@@ -286,9 +293,9 @@ def axes(problem: Problem) -> list[Axis]:
 
 
 class _Work:
-    """A problem and knobs as the kernels take them."""
+    """A problem and knobs as the kernels take them. ``boxes``: the GPU copies boxes of a tensor by itself."""
 
-    def __init__(self, problem: Problem, knobs: Tile) -> None:
+    def __init__(self, problem: Problem, knobs: Tile, boxes: bool = False) -> None:
         if knobs.splits > 1 and (problem.stats or problem.epilogue.also):
             raise ValueError(f"splits is {knobs.splits} for '{problem.fusion}'; wanted 1: a block needs whole sums")
         self.problem, self.knobs = problem, knobs
@@ -318,11 +325,24 @@ class _Work:
         whole = self.last and out == 2 and problem.result_channels // groups % 8 == 0 and not problem.epilogue.also
         held = tensors[0] + 1 if len(tensors) == 1 and whole and pairs and knobs.splits == 1 else 0
         self.early = problem.direction != "wgrad" and knobs.splits == 1 and pairs and (not tensors or held > 0)
+        # As boxes, if its pixels follow each other in a block as they do in memory.
+        stepped = problem.direction == "dgrad" and max(problem.stride) > 1
+        boxed = boxes and held > 0 and not stepped and knobs.columns % 64 == 0 and not problem.stats
+        self.maps: tuple[TensorMap, ...] = ()
+        if boxed:
+            pointer, every = 2 + len(problem.prologue.operands) + held, problem.result_channels
+            whole_size = every, prod(problem.result_shape) // every
+            self.maps = (TensorMap(pointer, whole_size, (out * every,), (64, knobs.rows), 128),)
         rows, columns = (knobs.rows, knobs.columns)
         if problem.direction != "wgrad" and not self.last:
             rows, columns = columns, rows
-        results = rows * (columns + 8) * (out if self.early else 4)
+        rounded = self.early or (problem.direction == "wgrad" and knobs.splits == 1)
+        results = rows * (columns + (0 if boxed else 8)) * (out if rounded else 4)
         self.shared = knobs.stages * stage + results if held else max(knobs.stages * stage, results)
+        self.shared += 16 if boxed else 0
+        vectors = [at for at, operand in enumerate(problem.epilogue.operands) if operand.kind == "channel"]
+        if self.early and vectors:
+            self.shared += len(problem.epilogue.operands) * knobs.columns * out
         if problem.direction == "wgrad":
             pixels, columns = problem.n * prod(problem.out), taps * c
             self.steps = self.longest = ceil(pixels / knobs.depth)
@@ -373,6 +393,8 @@ class _Work:
                 "a_vector": gcd(piece, channels), "b_vector": gcd(piece, taps * c if fprop else c),
                 "together": gcd(4 if knobs.splits > 1 else 16 // out, self.inner),
                 "early": self.early, "tensors": sum(1 << at for at in tensors), "held": held,
+                "boxed": boxed, "vectors": sum(1 << at for at in vectors) if self.early else 0,
+                "vector": gcd(16 // out, results),
                 "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],
                 "backwards": prod(axis.taps[0][1] for axis in axes_) < prod(axis.taps[-1][1] for axis in axes_),
             }  # fmt: skip
@@ -386,7 +408,7 @@ class _Work:
             pointers = 4 + max(1, self.pointers)
             self.params = pack(pointers, (prod(problem.result_shape), self.plane), narrow)
         self.constants = constants
-        constants["residents"] = self.residents
+        constants |= {"residents": self.residents, "drains": self.drains, "scarce": self.scarce}
 
     @property
     def whole(self) -> bool:
@@ -437,6 +459,25 @@ class _Work:
         return not (self.lanes and self.apart) or self.parts[0] * sums <= 512
 
     @property
+    def fragments(self) -> tuple[int, int]:
+        """Of a warp, along both sides: sixteen results each."""
+        tile = self.knobs
+        return tile.rows // tile.warps_m // 16, tile.columns // tile.warps_n // 16
+
+    @property
+    def drains(self) -> bool:
+        """Whether the last steps have a loop of their own. In fprop, some tiles have a longer loop before it then."""
+        mt, nt = self.fragments
+        longer = self.problem.direction == "fprop" and (mt * nt == 16 or nt == 5)
+        many = ceil(self.longest / self.knobs.splits) >= _MANY_STEPS
+        return self.products == 1 and self.whole and not (longer and many)
+
+    @property
+    def scarce(self) -> bool:
+        """Whether sums and four slices of operands leave few registers."""
+        return prod(self.fragments) == 16 and self.knobs.depth * self.size == 128
+
+    @property
     def by_value(self) -> int:
         """Operands that lie across the depth and are read value by value."""
         tensor_cores = self.size == 4 and not self.lanes
@@ -446,7 +487,7 @@ class _Work:
     def registers(self) -> int:
         """Of a thread, about: sums, operands, and the places that it copies from."""
         tile = self.knobs
-        mt, nt = tile.rows // tile.warps_m // 16, tile.columns // tile.warps_n // 16
+        mt, nt = self.fragments
         if self.lanes:
             deep = 2 if self.problem.direction == "wgrad" else 4  # of the vectors that a lane has of both operands
             return 8 * mt * nt + (2 * mt + 8 * nt) * deep + (72 if self.whole else 100)
@@ -481,7 +522,7 @@ class _Work:
     def seconds(self, device: CudaDevice) -> float:
         """Predicted time: fitted to 7680 times of 960 layers in f16 on an H200, of which half are within 8%."""
         problem, tile = self.problem, self.knobs
-        mt, nt = tile.rows // tile.warps_m // 16, tile.columns // tile.warps_n // 16
+        mt, nt = self.fragments
         # A step: its products, of which mma.sync does two thirds as many as Hopper's wgmma, or what shared memory
         # gives and takes at 128 bytes a cycle.
         rate = (
@@ -509,7 +550,8 @@ class _Work:
         def turn(blocks_each: int, steps: int = steps) -> float:
             """Blocks of a multiprocessor side by side: each waits for its first data and stores its results."""
             end = tile.rows * tile.columns / 128**2 * 1.15e-6
-            return steps * max(blocks_each * step, least) + 2.15e-6 + blocks_each * end
+            few = 1.06 if blocks_each * tile.threads < 256 else 1.0  # warps, to work while others wait
+            return steps * max(blocks_each * step * few, least) + 2.15e-6 + blocks_each * end
 
         full, rest = divmod(blocks, device.threads * self.residents)
         busy = full * turn(self.residents) + (turn(ceil(rest / device.threads)) if rest else 0.0)
@@ -530,7 +572,8 @@ _work = lru_cache(maxsize=4096)(_Work)
 @lru_cache(maxsize=512)
 def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
     assert isinstance(device, CudaDevice)
-    seconds = {tile: _work(problem, tile).seconds(device) for tile in _tiles(problem, device)}
+    boxes = _copies_boxes(device)
+    seconds = {tile: _work(problem, tile, boxes).seconds(device) for tile in _tiles(problem, device)}
     ordered = sorted(seconds, key=seconds.__getitem__)
     best = ordered[:_ALTERNATIVES]
     # Which order shares more in L2 is not predicted: the other one is for the tuner.
@@ -541,15 +584,17 @@ def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
 
 
 def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
-    lanes = _lanes(problem)
-    for rows, columns, warps_m, warps_n in _LANE_SHAPES if lanes else _SHAPES:
+    lanes, wgrad = _lanes(problem), problem.direction == "wgrad"
+    # The first of those that are predicted to take as long is chosen: in wgrad tall ones of few stages are faster.
+    shapes = sorted(_SHAPES, key=lambda shape: shape[1] - shape[0]) if wgrad else _SHAPES
+    for rows, columns, warps_m, warps_n in _LANE_SHAPES if lanes else shapes:
         # In bytes. Of products in three parts, those of four slices at once are more than registers hold.
         for depth in (64,) if problem.precision == "tf32x3" or lanes else (128, 64):
-            for stages in (4, 3):
+            for stages in (3, 4) if wgrad else (4, 3):
                 tile = Tile(rows, columns, warps_m, warps_n, depth // DTYPE_BYTES[_dtypes(problem)[0]], stages)
                 if not _shares(problem, tile):
                     continue
-                work = _work(problem, tile)
+                work = _work(problem, tile, _copies_boxes(device))
                 if depth == 128 and not work.whole:  # long to compile
                     continue
                 if work.shared > min(_SHARED, device.shared_bytes) or (work.registers > 240 and not work.large):

@@ -36,16 +36,20 @@
 // side by side and aligned), together (results likewise), phases_0 ... phases_2 of the axes, backwards (the phases from
 // the last one on, which has more taps: long blocks come first), parted (sums go to `parts`, for igemm_sum), early
 // (what follows the sums reads no tensors, and channels in pairs), tensors (a bit for each operand of the epilogue that
-// is one), held (which one is, from 1 on, or 0), stats, Prologue, Also.
+// is one), held (which one is, from 1 on, or 0), boxed (it comes as boxes), drains, scarce (of common/igemm.cuh),
+// vectors (a bit for each operand of an early epilogue that is one), vector (elements of those that lie side by side
+// and aligned), stats, Prologue, Also.
 
 #include "common/types.cuh"
+#include "common/bulk.cuh"
 #include "common/divide.cuh"
 #include "common/epilogue.cuh"
 #include "common/follow.cuh"
 #include "common/igemm.cuh"
 #include "common/igemm_lanes.cuh"
 #include "common/pointwise.cuh"
-#include "common/shared.cuh"
+#include "common/relu.cuh"
+#include "common/shared_boxes.cuh"
 #include "traits"
 
 using T = Traits::A;
@@ -57,14 +61,20 @@ constexpr int MT = BM / Traits::warps_m / 16, NT = BN / Traits::warps_n / 16;
 using Kind = igemm::Kind<Traits::Factors, Traits::products>;
 using ATile = Kind::Tile<BM, BK, true>;
 using BTile = Kind::Tile<BN, BK, Traits::along>;
-using Products = Kind::Products<ATile, BTile, MT, NT, Sum>;
+using Products = Kind::Products<ATile, BTile, MT, NT, Traits::warps_m, Sum>;
 constexpr int per_piece = ATile::per_piece, slices = BK / Kind::slice_depth<Products>;
 constexpr int stage_bytes = ATile::bytes + BTile::bytes, V = Traits::together;
 constexpr bool last = Traits::last;
-constexpr int pitch = (last ? BN : BM) + 8;
+// Results of a block in shared memory, on their way. Where the tensor that is held comes as boxes, they take its place.
+constexpr int pitch = (last ? BN : BM) + (Traits::boxed ? 0 : 8);
+using Lie = igemm::If<Traits::boxed, igemm::Boxed<BM>, igemm::Pitched<pitch>>::type;
 constexpr int results_bytes = (last ? BM : BN) * pitch * (Traits::early ? int(sizeof(Traits::Out)) : 4);
 constexpr int ring_bytes = Traits::held || stages * stage_bytes > results_bytes ? stages * stage_bytes : results_bytes;
-constexpr int windows_at = ring_bytes + (Traits::held ? results_bytes : 0);
+// What the epilogue reads: the tensor that is held, what its boxes need, then BN values of each operand that is a
+// vector.
+constexpr int boxes_at = ring_bytes + (Traits::held ? results_bytes : 0);
+constexpr int vectors_at = boxes_at + (Traits::boxed ? 16 : 0);
+constexpr int windows_at = vectors_at + (Traits::vectors ? Traits::Epilogue::count * BN * int(sizeof(Traits::Out)) : 0);
 constexpr int a_rows = threads / ATile::pieces, a_count = BM / a_rows;  // rows apart, pieces of a thread
 constexpr int b_rows = threads / BTile::pieces, b_count = BTile::rows / b_rows;
 static_assert(MT * Traits::warps_m * 16 == BM && NT * Traits::warps_n * 16 == BN, "warps share the tile evenly");
@@ -86,7 +96,7 @@ constexpr int phase_counts[3] = {Traits::phases_0, Traits::phases_1, Traits::pha
 constexpr int phases = Traits::phases_0 * Traits::phases_1 * Traits::phases_2;
 constexpr int all_taps = phase_counts[0] + (rank > 1 ? phase_counts[1] : 0) + (rank > 2 ? phase_counts[2] : 0);
 
-struct Params {
+struct Unboxed {
     const T* image;
     const Traits::B* filter;
     Traits::Out* out;
@@ -104,6 +114,16 @@ struct Params {
     Divisor tiles;  // along n, or along m if those are neighbours
     Axis axis[rank];
     Taps taps[all_taps];
+};
+struct WithBoxes : Unboxed {
+    bulk::Map held;
+};
+using Params = igemm::If<Traits::boxed, WithBoxes, Unboxed>::type;
+
+// In shared memory, since registers are few between two steps: where boxes of the tensor that is held begin.
+struct alignas(16) Boxes {
+    bulk::Barrier arrived;
+    int pixel, channel;
 };
 
 // The phase of a block: which taps it has along each axis.
@@ -269,6 +289,8 @@ struct Copies {
     static constexpr int of_image = Traits::bits ? a_count : a_vectors;
     static constexpr int count = of_image + b_count, batches = (count + 3) / 4;
     static constexpr bool prepares = false, changes = false, brings_more = Traits::held != 0;
+    static constexpr bool copies_more = brings_more && !Traits::boxed;
+    static constexpr bool drains = Traits::drains || brings_more, scarce = Traits::scarce;
     // Whether pieces are loaded, a step ahead of what they are asked for, and stored rather than copied.
     static constexpr bool loads =
         Traits::bits && (Traits::a_vector * sizeof(T) < 4 || Traits::b_vector * sizeof(T) < 4);
@@ -348,6 +370,10 @@ struct Copies {
 
     // The block's part of the tensor that the epilogue reads.
     __device__ __forceinline__ void bring_more(char* ring) const {
+        if constexpr (Traits::boxed) {
+            if (threadIdx.x == 0) bring_boxes(ring, p);
+            return;
+        }
         constexpr int together = 16 / sizeof(Traits::Out), chunks = BN / together;
         const auto* const tensor = static_cast<const Traits::Out*>(p.operands[first_operand + Traits::held - 1]);
         for (int at = threadIdx.x; at < BM * chunks; at += threads) {
@@ -357,6 +383,16 @@ struct Copies {
             tensor::copy<16>(ring + ring_bytes + (row * pitch + n) * int(sizeof(Traits::Out)),
                              tensor + (inside ? place + n : Index(0)), inside);
         }
+    }
+
+    // The same by one thread. Of the last block's pixels, those that are not there come as zeros.
+    template <class P>
+    __device__ __forceinline__ void bring_boxes(char* ring, const P& p) const {
+        Boxes& boxes = *reinterpret_cast<Boxes*>(ring + boxes_at);
+        bulk::expect(boxes.arrived, results_bytes);
+#pragma unroll
+        for (int n = 0; n < BN; n += 64)
+            bulk::copy(ring + ring_bytes + n * BM * 2, p.held, boxes.arrived, 1, boxes.channel + n, boxes.pixel);
     }
 
     __device__ __forceinline__ void end() {
@@ -619,31 +655,68 @@ __device__ __forceinline__ void ask_tensors(const Windows& windows, int channels
     }
 }
 
+// Early: vectors of the epilogue come to shared memory with the first step.
+__device__ __forceinline__ void bring_vectors(char* memory, int first_channel, int channels, const Params& p) {
+    auto* const to = reinterpret_cast<Traits::Out*>(memory + vectors_at);
+#pragma unroll
+    for (int i = 0; i < Traits::Epilogue::count; ++i)
+        if (Traits::vectors >> i & 1)
+            for (int n = threadIdx.x * Traits::vector; n < BN; n += threads * Traits::vector)
+                igemm::bring<Traits::vector>(to + i * BN + n,
+                                             static_cast<const Traits::Out*>(p.operands[first_operand + i]) +
+                                                 (n < channels ? first_channel + n : 0),
+                                             n < channels);
+}
+
+// What the epilogue of two results side by side reads of shared memory: their vectors, and the tensor that is held.
+struct Besides {
+    using Two = Pack<Traits::Out, 2>;
+    struct Column {
+        Two of[Traits::Epilogue::count + 1];  // by operand
+    };
+    const Traits::Out *vectors, *tensor;
+
+    __device__ __forceinline__ Column column(int n) const {
+        Column found;
+#pragma unroll
+        for (int i = 0; i < Traits::Epilogue::count; ++i)
+            if (Traits::vectors >> i & 1) found.of[i] = load<2>(vectors + i * BN + n);
+        return found;
+    }
+    __device__ __forceinline__ Two place(int at) const { return Traits::held ? load<2>(tensor + at) : Two{}; }
+};
+
 // Early: the sums as results in shared memory. `apply` is the epilogue of two of them.
 template <class Apply>
-__device__ __forceinline__ void finish(const Products& products, Traits::Out* results, int first_n, int first_channel,
+__device__ __forceinline__ void finish(const Products& products, Traits::Out* results, const Besides& besides,
                                        const Params& p, const Apply& apply) {
-    products.store<!last>(results, pitch, [&](const Sum(&pair)[2], int row, int n) {
+    using Column = Besides::Column;
+    using Two = Besides::Two;
+    products.store<!last, Lie>(results, besides, [&](const Sum(&pair)[2], const Column& column, const Two& held) {
+        const void* operands[Traits::Epilogue::count + 1];
+#pragma unroll
+        for (int i = 0; i < Traits::Epilogue::count; ++i)
+            operands[i] = i == Traits::held - 1        ? &held
+                          : (Traits::vectors >> i & 1) ? &column.of[i]
+                                                       : p.operands[first_operand + i];
         Traits::Sum value[2] = {Traits::Sum(pair[0]), Traits::Sum(pair[1])};
-        const int channel = min(n, p.results_each - first_n - 2);  // a channel that is there, for one that is not
-        apply(value, first_channel + channel, row * pitch + n);
-        return Pack<Traits::Out, 2>{Traits::Out(value[0]), Traits::Out(value[1])};
+        apply(value, operands);
+        return Two{Traits::Out(value[0]), Traits::Out(value[1])};
     });
     __syncthreads();
 }
 
 // Early: all results but the last, one after the other through the same memory.
 template <int At>
-__device__ __forceinline__ void other_results(const Products& products, Traits::Out* results, int first_n,
+__device__ __forceinline__ void other_results(const Products& products, Traits::Out* results, const Besides& besides,
                                               const Finished& finished) {
     if constexpr (At < Traits::Also::count) {
-        const Params& p = finished.p;
-        finish(products, results, first_n, finished.first_channel, p, [&](Traits::Sum(&value)[2], int channel, int) {
-            Traits::Also::apply<At, 2, true>(value, p.operands + first_operand, channel, Index(0));
+        finish(products, results, besides, finished.p, [](Traits::Sum(&value)[2], const void* const* operands) {
+            Traits::Also::apply<At, 2, true>(value, operands, 0, 0);
         });
-        igemm::leave<last ? BM : BN, last ? BN : BM, V, threads>(results, pitch, Other<At>(finished));
+        igemm::leave<Lie, last ? BM : BN, last ? BN : BM, V, threads>(results, Other<At>(finished));
         __syncthreads();
-        other_results<At + 1>(products, results, first_n, finished);
+        other_results<At + 1>(products, results, besides, finished);
     }
 }
 
@@ -687,10 +760,9 @@ __device__ __forceinline__ void statistics(Value* results, int count, int channe
 
 extern "C" __global__ void __launch_bounds__(threads, Traits::residents)
 igemm_conv(const __grid_constant__ Params p) {
-    DYNAMIC_SHARED(memory);
+    DYNAMIC_SHARED_BOXES(memory);
     char* const ring = reinterpret_cast<char*>(memory);
     Windows& windows = *reinterpret_cast<Windows*>(memory + windows_at);
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     if constexpr (Traits::parted || Traits::stats) let_next_start();
     if constexpr (Traits::follows) wait_for_previous();
 
@@ -706,45 +778,52 @@ igemm_conv(const __grid_constant__ Params p) {
 
     windows.fill(first_m, first_n, group, phase, p);
     if constexpr (Traits::listed) windows.list(phase, p);
+    Boxes& boxes = *reinterpret_cast<Boxes*>(memory + boxes_at);
+    if constexpr (Traits::boxed)
+        if (threadIdx.x == 0) {
+            bulk::init(boxes.arrived, 1);
+            bulk::publish();
+            boxes.pixel = first_m;
+            boxes.channel = group * p.results_each + first_n;
+        }
     __syncthreads();  // `Copies` looks at them
     if constexpr (Traits::tensors && !Traits::held && !Traits::parted)
         ask_tensors(windows, p.results_each - first_n, p);
 
     // Load and compute.
+    const int first_channel = group * p.results_each + first_n, channels = p.results_each - first_n;
+    if constexpr (Traits::vectors) bring_vectors(ring, first_channel, channels, p);
     using Bringing = igemm::If<Traits::Prologue::there, Changed, Copies>::type;
     Bringing copies(windows, first_n, group, begin, end - begin, phase, p);
-    Products products(warp % Traits::warps_m * MT * 16, warp / Traits::warps_m * NT * 16, lane);
+    Products products(threadIdx.x);
     igemm::steps<stages, slices>(products, copies, ring, stage_bytes, end - begin);
     if constexpr (Traits::products == 3)
-        igemm::mend<slices, igemm::Warp<T, ATile, BTile, MT, NT, Sum, 3, true>>(products, ring, end - begin, [&] {
-            return Bringing(windows, first_n, group, begin, end - begin, phase, p);
-        });
+        igemm::mend<slices, igemm::Warp<T, ATile, BTile, MT, NT, Traits::warps_m, Sum, 3, true>>(
+            products, ring, end - begin,
+            [&] { return Bringing(windows, first_n, group, begin, end - begin, phase, p); });
 
     // Store: through shared memory, so that a row's results leave side by side. What follows the sums is computed in
     // front of that, or behind it where it reads tensors.
-    const int first_channel = group * p.results_each + first_n;
-    const int pixels = min(BM, p.rows - first_m), channels = p.results_each - first_n;
+    const int pixels = min(BM, p.rows - first_m);
     float* const to = reinterpret_cast<float*>(p.parts) + (i64(tile_m) * p.out_pixel + first_channel) * 2;
     if constexpr (Traits::early) {
         Traits::Out* const results = reinterpret_cast<Traits::Out*>(Traits::held ? ring + ring_bytes : ring);
         const Finished finished{windows, p, channels, first_channel};
-        other_results<0>(products, results, first_n, finished);
-        const void* operands[Traits::Epilogue::count + 1];
-#pragma unroll
-        for (int i = 0; i < Traits::Epilogue::count; ++i)
-            operands[i] = i == Traits::held - 1 ? results : p.operands[first_operand + i];
-        finish(products, results, first_n, first_channel, p, [&](Traits::Sum(&value)[2], int channel, int at) {
-            Traits::Epilogue::apply<2, true>(value, operands, channel, at);
+        const Besides besides{reinterpret_cast<const Traits::Out*>(memory + vectors_at), results};
+        other_results<0>(products, results, besides, finished);
+        if constexpr (Traits::boxed) bulk::wait(boxes.arrived, 0);
+        finish(products, results, besides, p, [](Traits::Sum(&value)[2], const void* const* operands) {
+            Traits::Epilogue::apply<2, true>(value, operands, 0, 0);
         });
-        igemm::leave<last ? BM : BN, last ? BN : BM, V, threads>(results, pitch, finished);
+        igemm::leave<Lie, last ? BM : BN, last ? BN : BM, V, threads>(results, finished);
         if constexpr (Traits::stats) statistics(results, pixels, channels, to);
     } else {
         Sum* const sums = reinterpret_cast<Sum*>(ring);
-        products.store<!last>(sums, pitch,
-                              [](const Sum(&pair)[2], int, int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
+        products.store<!last, Lie>(sums, igemm::Nothing(),
+                                   [](const Sum(&pair)[2], int, int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
         __syncthreads();
-        igemm::leave<last ? BM : BN, last ? BN : BM, V, threads>(
-            sums, pitch, Unfinished{{windows, p, channels, first_channel}, split, sums});
+        igemm::leave<Lie, last ? BM : BN, last ? BN : BM, V, threads>(
+            sums, Unfinished{{windows, p, channels, first_channel}, split, sums});
         if constexpr (Traits::stats) {
             __syncthreads();
             statistics(sums, pixels, channels, to);

@@ -22,6 +22,7 @@
 #include "common/epilogue.cuh"
 #include "common/follow.cuh"
 #include "common/pointwise.cuh"
+#include "common/relu.cuh"
 #include "common/shared.cuh"
 #include "traits"
 #include "common/igemm_groups.cuh"

@@ -13,6 +13,7 @@
 #include "common/epilogue.cuh"
 #include "common/follow.cuh"
 #include "common/pointwise.cuh"
+#include "common/relu.cuh"
 #include "traits"
 
 constexpr int V = Traits::together, rows = Traits::rows, columns = 256 / rows;

@@ -25,6 +25,7 @@
 #include "common/igemm.cuh"
 #include "common/igemm_lanes.cuh"
 #include "common/pointwise.cuh"
+#include "common/relu.cuh"
 #include "common/shared.cuh"
 #include "traits"
 
@@ -37,10 +38,14 @@ constexpr int MT = BM / Traits::warps_m / 16, NT = BN / Traits::warps_n / 16;
 using Kind = igemm::Kind<Traits::Factors, Traits::products>;
 using ATile = Kind::Tile<BM, BK, false>;
 using BTile = Kind::Tile<BN, BK, false>;
-using Products = Kind::Products<ATile, BTile, MT, NT, Sum>;
+using Products = Kind::Products<ATile, BTile, MT, NT, Traits::warps_m, Sum>;
 constexpr int per_piece = ATile::per_piece, slices = BK / Kind::slice_depth<Products>;
 constexpr int stage_bytes = ATile::bytes + BTile::bytes, pitch = BN + 8, V = Traits::together;
-constexpr int ring_bytes = stages * stage_bytes > BM * pitch * 4 ? stages * stage_bytes : BM * pitch * 4;
+// What goes through shared memory on its way: parts of sums as they are, results rounded.
+using Kept = igemm::If<Traits::parted, Sum, Traits::Out>::type;
+using Lie = igemm::Pitched<pitch>;
+constexpr int results_bytes = BM * pitch * int(sizeof(Kept));
+constexpr int ring_bytes = stages * stage_bytes > results_bytes ? stages * stage_bytes : results_bytes;
 constexpr int a_rows = threads / ATile::pieces, a_count = BK / a_rows;  // rows apart, pieces of a thread
 constexpr int b_rows = threads / BTile::pieces, b_count = BK / b_rows;
 constexpr int b_parts = per_piece / Traits::b_vector;
@@ -81,6 +86,7 @@ struct alignas(16) Window {
 struct Copies {
     static constexpr int count = a_count + b_count, batches = (count + 3) / 4;
     static constexpr bool prepares = true, changes = false, brings_more = false;
+    static constexpr bool copies_more = false, drains = Traits::drains, scarce = Traits::scarce;
     // What is less than four bytes is loaded in front of a row's products and stored behind them.
     static constexpr bool loads_a = Traits::a_vector * sizeof(T) < 4, loads_b = Traits::b_vector * sizeof(T) < 4;
     struct Place {
@@ -250,7 +256,7 @@ struct Changed : Copies {
     }
 };
 
-// Where rows of sums go. An int has room for a place in dw; with one of 64 bits the compiler takes each store of a
+// Where rows of results go. An int has room for a place in dw; with one of 64 bits the compiler takes each store of a
 // vector apart, value by value.
 struct Results {
     const Params& p;
@@ -258,7 +264,7 @@ struct Results {
     int split, first_n, filters;  // that are there
 
     template <int Count>
-    __device__ __forceinline__ void rows(int row, int apart, int column, const Pack<Sum, V> (&held)[Count]) const {
+    __device__ __forceinline__ void rows(int row, int apart, int column, const Pack<Kept, V> (&held)[Count]) const {
         const int n = first_n + column;
         // In a filter with its channels first, taps lie side by side.
         const int place =
@@ -267,19 +273,22 @@ struct Results {
         int at[Count];
 #pragma unroll
         for (int i = 0; i < Count; ++i) at[i] = first + (row + i * apart) * p.columns + place;
-        if constexpr (Traits::parted) {
-            Sum* const to = static_cast<Sum*>(p.pointers[Traits::Prologue::count]) + split * p.results;
+        Kept* const to = Traits::parted ? static_cast<Kept*>(p.pointers[Traits::Prologue::count]) + split * p.results
+                                        : reinterpret_cast<Kept*>(p.out);
 #pragma unroll
-            for (int i = 0; i < Count; ++i)
-                if (i * apart < there) store(to + at[i], held[i]);
-        } else {
-            Pack<Traits::Out, V> result[Count];
-#pragma unroll
-            for (int i = 0; i < Count * V; ++i) result[i / V].value[i % V] = Traits::Out(held[i / V].value[i % V]);
-#pragma unroll
-            for (int i = 0; i < Count; ++i)
-                if (i * apart < there) store(p.out + at[i], result[i]);
-        }
+        for (int i = 0; i < Count; ++i)
+            if (i * apart < there) store(to + at[i], held[i]);
+    }
+};
+
+// Of a block: its first filter, and its first column of dw.
+struct Place {
+    int first_m, first_n;
+
+    __device__ __forceinline__ Place(int block, const Params& p) {
+        const int near = p.tiles.split(block);
+        first_m = (Traits::rows_first ? near : block) * BM;
+        first_n = (Traits::rows_first ? block : near) * BN;
     }
 };
 
@@ -287,34 +296,35 @@ extern "C" __global__ void __launch_bounds__(threads, Traits::residents)
 igemm_wgrad(const __grid_constant__ Params p) {
     DYNAMIC_SHARED(memory);
     char* const ring = reinterpret_cast<char*>(memory);
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     if constexpr (Traits::parted) let_next_start();
     if constexpr (Traits::follows) wait_for_previous();
 
     // Place.
-    int rest = blockIdx.x;
-    const int near = p.tiles.split(rest), tile_m = Traits::rows_first ? near : rest;
-    const int first_n = (Traits::rows_first ? rest : near) * BN, first_m = tile_m * BM;
+    const Place at(blockIdx.x, p);
     const int group = blockIdx.y, split = blockIdx.z;
     const int all_steps = (p.pixels + BK - 1) / BK;
     const int begin = int(i64(all_steps) * split / p.splits), end = int(i64(all_steps) * (split + 1) / p.splits);
 
     // Load and compute.
     using Bringing = igemm::If<Traits::Prologue::there, Changed, Copies>::type;
-    Bringing copies(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), first_m, first_n, group, begin, end - begin,
-                    p);
-    Products products(warp % Traits::warps_m * MT * 16, warp / Traits::warps_m * NT * 16, lane);
+    Bringing copies(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), at.first_m, at.first_n, group, begin,
+                    end - begin, p);
+    Products products(threadIdx.x);
     igemm::steps<stages, slices>(products, copies, ring, stage_bytes, end - begin);
     if constexpr (Traits::products == 3)
-        igemm::mend<slices, igemm::Warp<T, ATile, BTile, MT, NT, Sum, 3, true>>(products, ring, end - begin, [&] {
-            return Bringing(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), first_m, first_n, group, begin,
-                            end - begin, p);
-        });
+        igemm::mend<slices, igemm::Warp<T, ATile, BTile, MT, NT, Traits::warps_m, Sum, 3, true>>(
+            products, ring, end - begin, [&] {
+                return Bringing(reinterpret_cast<Window(*)[BK]>(memory + ring_bytes), at.first_m, at.first_n, group,
+                                begin, end - begin, p);
+            });
 
     // Store: through shared memory, so that a row's results leave side by side.
-    Sum* const sums = reinterpret_cast<Sum*>(ring);
-    products.store<false>(sums, pitch, [](const Sum(&pair)[2], int, int) { return Pack<Sum, 2>{pair[0], pair[1]}; });
+    Kept* const kept = reinterpret_cast<Kept*>(ring);
+    products.store<false, Lie>(kept, igemm::Nothing(), [](const Sum(&pair)[2], int, int) {
+        return Pack<Kept, 2>{Kept(pair[0]), Kept(pair[1])};
+    });
     __syncthreads();
-    const int first = (group * p.filters + first_m) * p.columns;
-    igemm::leave<BM, BN, V, threads>(sums, pitch, Results{p, first, split, first_n, p.filters - first_m});
+    const Place place(igemm::hidden(blockIdx.x), p);
+    const int first = (group * p.filters + place.first_m) * p.columns;
+    igemm::leave<Lie, BM, BN, V, threads>(kept, Results{p, first, split, place.first_n, p.filters - place.first_m});
 }

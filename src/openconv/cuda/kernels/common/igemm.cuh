@@ -54,11 +54,11 @@ struct Tile {
     struct Values {
         int at[2][2];
 
-        __device__ __forceinline__ Values(int first, int lane) {
+        __device__ __forceinline__ void place(int first, int lane) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int mn = first + lane / 4 + i / 2 * 16 + i % 2 * 8;
-                at[i / 2][i % 2] = place(lane % 4, mn / 4) + mn % 4 * 4;
+                at[i / 2][i % 2] = Tile::place(lane % 4, mn / 4) + mn % 4 * 4;
             }
         }
         __device__ __forceinline__ u32 operator()(const char* tile, int slice, int sixteen, int half, int down) const {
@@ -67,7 +67,7 @@ struct Tile {
         }
     };
     struct Nothing {
-        __device__ __forceinline__ Nothing(int, int) {}
+        __device__ __forceinline__ void place(int, int) {}
     };
 
     // Sixteen m, of which the first is a multiple of 16, by 32 bytes of depth: the four registers of A in
@@ -87,6 +87,27 @@ struct Tile {
         else
             tensor::load_transposed(to, tile + slice * (16 * row_bytes) + place(lane % 16, n / 8 + lane / 16));
     }
+};
+
+// Where values lie in shared memory: in rows of `Pitch`, or as boxes of `Count` rows by 64 values of two bytes come, in
+// whose rows of 128 bytes pieces of 16 are swizzled. Eight rows further, the same column is `eight_rows` further.
+template <int Pitch>
+struct Pitched {
+    static constexpr int eight_rows = 8 * Pitch;
+    __device__ static __forceinline__ int at(int row, int column) { return row * Pitch + column; }
+};
+template <int Count>
+struct Boxed {
+    static constexpr int eight_rows = 8 * 64;
+    __device__ static __forceinline__ int at(int row, int column) {
+        return (column >> 6) * (Count * 64) + row * 64 + ((column & 63) ^ (row & 7) << 3);
+    }
+};
+
+// What `store` of sums reads besides where that is nothing.
+struct Nothing {
+    __device__ __forceinline__ int column(int) const { return 0; }
+    __device__ __forceinline__ int place(int) const { return 0; }
 };
 
 // A float as the nearest tf32 and what that leaves out, of which tensor cores take 11 bits; together they have 23. What
@@ -113,14 +134,24 @@ struct AnyTf32 {
     }
 };
 
-// The products of one warp: MT * 16 by NT * 16 results, from (m, n) of the block's on. Of f32, `Parts` is how many
-// products of tf32 stand for one: 1, or 3, which leave out only the product of both small parts.
+// The same number, but the compiler does not know: where registers are few, it is to work out anew what it knows already
+// of that number, rather than keep it. threadIdx.y is 0.
+__device__ __forceinline__ int hidden(int number) {
+    int zero = 0;
+#if defined(__CUDACC__)
+    asm volatile("mov.u32 %0, %%tid.y;" : "=r"(zero));
+#endif
+    return number + zero;
+}
+
+// The products of one warp of a block that has `WarpsM` along m: MT * 16 by NT * 16 results, from (m, n) on. Of f32,
+// `Parts` is how many products of tf32 stand for one: 1, or 3, which leave out only the product of both small parts.
 //
 // Tensor cores cut off what a sum has no bits for, always towards zero. Products in three parts are as exact as f32, so
 // their sums have to be: those of two slices begin at zero, and are added to what is there by an addition that rounds.
 // Factors that are not finite make such sums NaN; then all are computed anew with `Any`, which takes care of every
 // factor and leaves the sums of finite factors as they are, to the bit.
-template <class T, class A, class B, int MT, int NT, class Sum, int Parts = 1, bool Any = false>
+template <class T, class A, class B, int MT, int NT, int WarpsM, class Sum, int Parts = 1, bool Any = false>
 struct Warp {
     static constexpr int rows = MT;
     static constexpr bool rounds = sizeof(T) == 4;
@@ -135,10 +166,18 @@ struct Warp {
     ValuesOf<A> a_values;
     ValuesOf<B> b_values;
 
-    __device__ __forceinline__ Warp(int m, int n, int lane)
-        : m(m), n(n), lane(lane), a_values(m, lane), b_values(n, lane) {
+    __device__ __forceinline__ explicit Warp(int thread) {
+        place(thread);
 #pragma unroll
         for (int i = 0; i < MT * NT * 8; ++i) sum[i / (8 * NT)][i / 4 % (2 * NT)][i % 4] = 0;
+    }
+
+    __device__ __forceinline__ void place(int thread) {
+        m = thread / 32 % WarpsM * (16 * MT);
+        n = thread / 32 / WarpsM * (16 * NT);
+        lane = thread % 32;
+        a_values.place(m, lane);
+        b_values.place(n, lane);
     }
 
     __device__ __forceinline__ void read_a(const char* tiles, int slice, int row) {
@@ -205,29 +244,38 @@ struct Warp {
             sum[i / (8 * NT)][i / 4 % (2 * NT)][i % 4] = other.sum[i / (8 * NT)][i / 4 % (2 * NT)][i % 4];
     }
 
-    // The sums as rows of `pitch` values in shared memory, or as columns (`Turned`). `change` makes two that lie side
-    // by side in a row into what is stored, told their row and column.
-    template <bool Turned, class Value, class Change>
-    __device__ __forceinline__ void store(Value* to, int pitch, const Change& change) const {
+    // The sums as rows in shared memory, or as columns (`Turned`), which lie there as `Lie` says. `change` makes two
+    // that lie side by side in a row into what is stored, told what `besides` reads for their columns and for them.
+    // Where that is shared memory, the compiler cannot tell it from what is stored: columns are read once for all rows,
+    // and a row's before the first of it is stored.
+    template <bool Turned, class Lie, class Value, class Besides, class Change>
+    __device__ __forceinline__ void store(Value* to, const Besides& besides, const Change& change) const {
         const int g = lane / 4, t = lane % 4;
+        decltype(besides.column(0)) columns[2 * NT];
+        int first[2 * NT];  // of a column: where its first row is
 #pragma unroll
-        for (int i = 0; i < MT; ++i)
+        for (int j = 0; j < 2 * NT; ++j) {
+            columns[j] = besides.column(n + 8 * j + 2 * t);
+            first[j] = Lie::at(m + g, n + 8 * j + 2 * t);
+        }
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = m + 16 * i + 8 * half + g;
+        for (int i = 0; i < 2 * MT; ++i) {
+            decltype(besides.place(0)) places[2 * NT];
 #pragma unroll
-                for (int j = 0; j < 2 * NT; ++j) {
-                    const int column = n + 8 * j + 2 * t;
-                    const Sum pair[2] = {sum[i][j][2 * half], sum[i][j][2 * half + 1]};
-                    const Pack<Value, 2> changed = change(pair, row, column);
-                    if constexpr (Turned) {
-                        to[column * pitch + row] = changed.value[0];
-                        to[(column + 1) * pitch + row] = changed.value[1];
-                    } else {
-                        ::store(to + row * pitch + column, changed);
-                    }
+            for (int j = 0; j < 2 * NT; ++j) places[j] = besides.place(first[j] + i * Lie::eight_rows);
+#pragma unroll
+            for (int j = 0; j < 2 * NT; ++j) {
+                const Sum pair[2] = {sum[i / 2][j][i % 2 * 2], sum[i / 2][j][i % 2 * 2 + 1]};
+                const Pack<Value, 2> changed = change(pair, columns[j], places[j]);
+                if constexpr (Turned) {
+                    const int row = m + 8 * i + g, column = n + 8 * j + 2 * t;
+                    to[Lie::at(column, row)] = changed.value[0];
+                    to[Lie::at(column + 1, row)] = changed.value[1];
+                } else {
+                    ::store(to + first[j] + i * Lie::eight_rows, changed);
                 }
             }
+        }
     }
 
   private:
@@ -255,8 +303,8 @@ struct Warp {
 // Rows of `Columns` values leave shared memory as vectors of V. A thread keeps to a column, or to some where there are
 // more than threads, or is not needed. It reads four rows of it before it hands them to
 // `take.rows(row, apart, column, vectors)`.
-template <int Rows, int Columns, int V, int Threads, class Value, class Take>
-__device__ __forceinline__ void leave(const Value* from, int pitch, const Take& take) {
+template <class Lie, int Rows, int Columns, int V, int Threads, class Value, class Take>
+__device__ __forceinline__ void leave(const Value* from, const Take& take) {
     constexpr int turns = (Columns / V + Threads - 1) / Threads, across = Columns / V / turns;
     constexpr int apart = Threads / across, passes = (Rows + apart - 1) / apart;
     constexpr int together = passes % 4 == 0 ? 4 : passes % 2 == 0 ? 2 : 1;
@@ -269,8 +317,7 @@ __device__ __forceinline__ void leave(const Value* from, int pitch, const Take& 
         Pack<Value, V> held[together];
 #pragma unroll
         for (int i = 0; i < together; ++i)
-            if (Rows % apart == 0 || row + i * apart < Rows)
-                held[i] = load<V>(from + (row + i * apart) * pitch + column);
+            if (Rows % apart == 0 || row + i * apart < Rows) held[i] = load<V>(from + Lie::at(row + i * apart, column));
         take.template rows<together>(row, apart, column, held);
     }
 }
@@ -283,8 +330,11 @@ __device__ __forceinline__ void leave(const Value* from, int pitch, const Take& 
 // `Copies::changes`, a thread may `change` what it brought of a step, once that is there and before others see it; as
 // many steps are asked for by then, that one included, as `change` is told.
 //
-// If `Copies::brings_more`, what is needed behind all steps is asked for (`bring_more`) with the last of the first
-// ones, or with the last of all where they are few. Measured: in between, or ahead to the L2 cache, is slower.
+// If `Copies::drains`, the last steps have a loop of their own, in which nothing is asked for: less than two thirds of
+// the instructions. In front of it, what is needed behind all steps is asked for (`bring_more`), if
+// `Copies::brings_more`: earlier, steps wait for it; from within a loop, the loop takes longer. It is part of the
+// asynchronous copies that steps are waited for with, if `Copies::copies_more`. If registers are `Copies::scarce`,
+// threads work out anew what they read in that loop.
 //
 // A warp goes through the rows of a slice. Behind a row's products it reads what that row multiplies in the next slice,
 // so that reading and multiplying alternate. Copies come in batches: ptxas puts three idle reads before each that
@@ -295,7 +345,6 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
     static_assert(Slices % 2 == 0, "operands alternate between two sets of registers, from step to step as well");
     constexpr int rows = Products::rows, turn = rows / 2, slots = (Slices - 1) * rows;
     constexpr int batches = Copies::batches < slots ? Copies::batches : slots;
-    const bool many = count >= 24;
 #pragma unroll 1
     for (int step = 0; step < Stages - 1; ++step) {
         if constexpr (Copies::prepares) {
@@ -313,8 +362,6 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
                 if (first + i < Copies::count) copies.copy(ring + step * stage_bytes, first + i, from[i]);
         }
         copies.end();
-        if constexpr (Copies::brings_more)
-            if (step == Stages - 2 && many) copies.bring_more(ring);
         tensor::commit();
     }
     if constexpr (Copies::prepares) copies.prepare(Stages - 1);
@@ -325,50 +372,63 @@ __device__ __forceinline__ void steps(Products& products, Copies& copies, char* 
 #pragma unroll
     for (int row = 0; row < rows; ++row) products.read_a(ring, 0, row);
 
-    int reading = 0, writing = Stages - 1;
+    int reading = 0, writing = Stages - 1, step = 0;
+    constexpr int parts = Copies::drains ? 2 : 1;
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+        const bool drain = part == 1;
+        const int until = part == parts - 1 ? count : count - (Stages - 1);
+        if constexpr (Copies::brings_more)
+            if (drain) copies.bring_more(ring);
+        if constexpr (Copies::copies_more)
+            if (drain) tensor::commit();
+        if (drain && Copies::scarce) products.place(hidden(threadIdx.x));
 #pragma unroll 1
-    for (int step = 0; step < count; ++step) {
-        const char* const tiles = ring + reading * stage_bytes;
-        reading = reading + 1 == Stages ? 0 : reading + 1;
-        const char* const next = ring + reading * stage_bytes;
-        char* const to = ring + writing * stage_bytes;
-        writing = writing + 1 == Stages ? 0 : writing + 1;
-        if constexpr (Copies::prepares) copies.prepare(step + Stages);
+        for (; step < until; ++step) {
+            const char* const tiles = ring + reading * stage_bytes;
+            reading = reading + 1 == Stages ? 0 : reading + 1;
+            const char* const next = ring + reading * stage_bytes;
+            char* const to = ring + writing * stage_bytes;
+            writing = writing + 1 == Stages ? 0 : writing + 1;
+            if constexpr (Copies::prepares)
+                if (!drain) copies.prepare(step + Stages);
 #pragma unroll
-        for (int slice = 0; slice < Slices; ++slice) {
-            const bool last = slice == Slices - 1;
-            if (!last) products.read_b(tiles, slice + 1);
+            for (int slice = 0; slice < Slices; ++slice) {
+                const bool last = slice == Slices - 1;
+                if (!last) products.read_b(tiles, slice + 1);
 #pragma unroll
-            for (int row = 0; row < rows; ++row) {
-                const int slot = slice * rows + row;
-                const int batch = slot < slots && slot * batches % slots < batches ? slot * batches / slots : -1;
-                typename Copies::Place from[Copies::count];
+                for (int row = 0; row < rows; ++row) {
+                    const int slot = slice * rows + row;
+                    const bool copying = !drain && slot < slots && slot * batches % slots < batches;
+                    const int batch = copying ? slot * batches / slots : -1;
+                    typename Copies::Place from[Copies::count];
 #pragma unroll
-                for (int i = 0; i < Copies::count; ++i)
-                    if (i * batches / Copies::count == batch) from[i] = copies.from(i);
-                if (last && row == turn) {
-                    copies.end();
-                    if constexpr (Copies::brings_more)
-                        if (step == max(0, count - Stages) && !many) copies.bring_more(ring);
-                    tensor::commit();
-                    tensor::wait<Stages - 2>();
-                    if constexpr (Copies::changes) copies.template change<Stages - 1>(ring + reading * stage_bytes);
-                    __syncthreads();
-                    products.read_b(next, 0);
+                    for (int i = 0; i < Copies::count; ++i)
+                        if (i * batches / Copies::count == batch) from[i] = copies.from(i);
+                    if (last && row == turn) {
+                        if (!drain || Copies::changes) copies.end();
+                        if (drain && Copies::copies_more) {
+                            tensor::wait<1>();
+                        } else {
+                            tensor::commit();
+                            tensor::wait<Stages - 2>();
+                        }
+                        if constexpr (Copies::changes) copies.template change<Stages - 1>(ring + reading * stage_bytes);
+                        __syncthreads();
+                        products.read_b(next, 0);
 #pragma unroll
-                    for (int before = 0; before < turn; ++before) products.read_a(next, 0, before);
+                        for (int before = 0; before < turn; ++before) products.read_a(next, 0, before);
+                    }
+                    products.multiply(slice, row);
+                    if (!last) products.read_a(tiles, slice + 1, row);
+                    if (last && row >= turn) products.read_a(next, 0, row);
+#pragma unroll
+                    for (int i = 0; i < Copies::count; ++i)
+                        if (i * batches / Copies::count == batch) copies.copy(to, i, from[i]);
                 }
-                products.multiply(slice, row);
-                if (!last) products.read_a(tiles, slice + 1, row);
-                if (last && row >= turn) products.read_a(next, 0, row);
-#pragma unroll
-                for (int i = 0; i < Copies::count; ++i)
-                    if (i * batches / Copies::count == batch) copies.copy(to, i, from[i]);
             }
         }
     }
-    if constexpr (Copies::brings_more)
-        if (count <= 0) copies.bring_more(ring);
     tensor::wait<0>();
     __syncthreads();
 }
@@ -412,7 +472,7 @@ __device__ __forceinline__ void mend(Products& products, char* ring, int count, 
     if (products.is_nan()) any = 1;
     __syncthreads();
     if (!any) return;
-    Any exact(products.m, products.n, products.lane);
+    Any exact(threadIdx.x);
     auto copies = again();
     plain_steps<Slices>(exact, copies, ring, count);
     products.take(exact);

@@ -31,7 +31,7 @@ struct LaneTile : Tile<f32, Size, Depth, KMajor> {
 
 // The products of one warp: M by N results, from (m, n) of the block's on. A slice is `depth` deep. Its products come
 // in as many rows as A has vectors: of one m, or of four m and one depth.
-template <class A, class B, int M, int N>
+template <class A, class B, int M, int N, int WarpsM>
 struct Lanes {
     static constexpr int TM = M / 8, TN = N / 4;  // results of a lane
     static constexpr int depth = A::along || B::along ? 4 : 2;
@@ -42,10 +42,18 @@ struct Lanes {
     Pack<float, 4> a[rows], b[2][TN * depth / 4];
     int m, n, r, c;
 
-    __device__ __forceinline__ Lanes(int m, int n, int lane)
-        : m(m), n(n), r(lane / 2 % 2 + lane / 8 * 2), c(lane % 2 + lane / 4 % 2 * 2) {
+    __device__ __forceinline__ explicit Lanes(int thread) {
+        place(thread);
 #pragma unroll
         for (int i = 0; i < TM * TN; ++i) sum[i / TN][i % TN] = 0;
+    }
+
+    __device__ __forceinline__ void place(int thread) {
+        const int lane = thread % 32;
+        m = thread / 32 % WarpsM * M;
+        n = thread / 32 / WarpsM * N;
+        r = lane / 2 % 2 + lane / 8 * 2;
+        c = lane % 2 + lane / 4 % 2 * 2;
     }
 
     __device__ __forceinline__ void read_a(const char* tiles, int slice, int row) {
@@ -77,21 +85,25 @@ struct Lanes {
     }
 
     // As `Warp::store`.
-    template <bool Turned, class Value, class Change>
-    __device__ __forceinline__ void store(Value* to, int pitch, const Change& change) const {
+    template <bool Turned, class Lie, class Value, class Besides, class Change>
+    __device__ __forceinline__ void store(Value* to, const Besides& besides, const Change& change) const {
+        const auto along_n = [&](int j) { return n + (B::along ? 2 * c + 4 * j : 4 * c + j / 4 * 16 + j % 4); };
+        decltype(besides.column(0)) columns[TN / 2];
+#pragma unroll
+        for (int j = 0; j < TN; j += 2) columns[j / 2] = besides.column(along_n(j));
 #pragma unroll
         for (int i = 0; i < TM; ++i) {
             const int row = m + (A::along ? r + 8 * i : 4 * r + i / 4 * 32 + i % 4);
 #pragma unroll
             for (int j = 0; j < TN; j += 2) {
-                const int column = n + (B::along ? 2 * c + 4 * j : 4 * c + j / 4 * 16 + j % 4);
+                const int column = along_n(j);
                 const float pair[2] = {sum[i][j], sum[i][j + 1]};
-                const Pack<Value, 2> changed = change(pair, row, column);
+                const Pack<Value, 2> changed = change(pair, columns[j / 2], besides.place(Lie::at(row, column)));
                 if constexpr (Turned) {
-                    to[column * pitch + row] = changed.value[0];
-                    to[(column + 1) * pitch + row] = changed.value[1];
+                    to[Lie::at(column, row)] = changed.value[0];
+                    to[Lie::at(column + 1, row)] = changed.value[1];
                 } else {
-                    ::store(to + row * pitch + column, changed);
+                    ::store(to + Lie::at(row, column), changed);
                 }
             }
         }
@@ -109,8 +121,8 @@ template <class T, int Parts>
 struct Kind {
     template <int Size, int Depth, bool KMajor>
     using Tile = igemm::Tile<T, Size, Depth, KMajor>;
-    template <class A, class B, int MT, int NT, class Sum>
-    using Products = Warp<T, A, B, MT, NT, Sum, Parts>;
+    template <class A, class B, int MT, int NT, int WarpsM, class Sum>
+    using Products = Warp<T, A, B, MT, NT, WarpsM, Sum, Parts>;
     template <class Products>
     static constexpr int slice_depth = 32 / int(sizeof(T));
 };
@@ -118,8 +130,8 @@ template <>
 struct Kind<f32, 0> {
     template <int Size, int Depth, bool KMajor>
     using Tile = LaneTile<Size, Depth, KMajor>;
-    template <class A, class B, int MT, int NT, class Sum>
-    using Products = Lanes<A, B, 16 * MT, 16 * NT>;
+    template <class A, class B, int MT, int NT, int WarpsM, class Sum>
+    using Products = Lanes<A, B, 16 * MT, 16 * NT, WarpsM>;
     template <class Products>
     static constexpr int slice_depth = Products::depth;
 };
