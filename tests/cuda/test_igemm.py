@@ -126,6 +126,17 @@ def test_right_with_tiles_that_are_no_powers_of_two(shape, layout):
         check("n2 c32 h9 w8 k72 r3 s3 pad1", direction, Tile(*shape), layout=layout)
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("taps", [1, 9])  # fewer steps than are asked for ahead, and more
+def test_right_where_registers_are_scarce(direction, taps):
+    text = f"n1 c72 h3 w10 k80 r1 s{taps} pad0,{taps // 2}"
+    for tile in (Tile(128, 256, 2, 4, 64, 3), Tile(256, 128, 4, 2, 64, 3)):
+        traits = ENGINE.sources(make(text, direction, "f16", "nhwc"), device_for("sm_90a"), tile)[0].traits
+        assert "drains = true;" in traits
+        assert "scarce = true;" in traits
+        check(text, direction, tile)
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_right_where_results_are_larger_than_the_ring(direction, splits):

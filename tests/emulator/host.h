@@ -21,7 +21,7 @@
 #define __cluster_dims__(...)
 #define __align__(n) alignas(n)
 #define DYNAMIC_SHARED(name) unsigned char* const name = emulator::dynamic
-#define DYNAMIC_SHARED_BOXES(name) DYNAMIC_SHARED(name)
+#define DYNAMIC_SHARED_BOXES(name, boxed) DYNAMIC_SHARED(name)
 
 struct dim3 {
     unsigned x = 1, y = 1, z = 1;

@@ -760,7 +760,7 @@ __device__ __forceinline__ void statistics(Value* results, int count, int channe
 
 extern "C" __global__ void __launch_bounds__(threads, Traits::residents)
 igemm_conv(const __grid_constant__ Params p) {
-    DYNAMIC_SHARED_BOXES(memory);
+    DYNAMIC_SHARED_BOXES(memory, Traits::boxed);
     char* const ring = reinterpret_cast<char*>(memory);
     Windows& windows = *reinterpret_cast<Windows*>(memory + windows_at);
     if constexpr (Traits::parted || Traits::stats) let_next_start();
