@@ -34,7 +34,10 @@ REPLACED = (
 """Files of PTX instructions, for which host.h has functions of its own."""
 
 
-_FLAGS = ("-std=c++17", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden")
+_FLAGS = (
+    "-std=c++17", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden",
+    "-U_FORTIFY_SOURCE",  # it takes a jump to another stack for an error
+)  # fmt: skip
 
 
 @functools.cache
