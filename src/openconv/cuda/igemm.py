@@ -227,6 +227,7 @@ def _dtypes(problem: Problem) -> tuple[str, str, str]:
 
 
 def _copies_boxes(device: CudaDevice) -> bool:
+    """Whether a thread can ask for boxes of a tensor: ``boxes`` of :class:`_Work`."""
     return device.capability >= 90
 
 
@@ -584,7 +585,7 @@ def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
 
 
 def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
-    lanes, wgrad = _lanes(problem), problem.direction == "wgrad"
+    lanes, wgrad, boxes = _lanes(problem), problem.direction == "wgrad", _copies_boxes(device)
     # The first of those that are predicted to take as long is chosen: in wgrad tall ones of few stages are faster.
     shapes = sorted(_SHAPES, key=lambda shape: shape[1] - shape[0]) if wgrad else _SHAPES
     for rows, columns, warps_m, warps_n in _LANE_SHAPES if lanes else shapes:
@@ -594,7 +595,7 @@ def _tiles(problem: Problem, device: CudaDevice) -> Iterator[Tile]:
                 tile = Tile(rows, columns, warps_m, warps_n, depth // DTYPE_BYTES[_dtypes(problem)[0]], stages)
                 if not _shares(problem, tile):
                     continue
-                work = _work(problem, tile, _copies_boxes(device))
+                work = _work(problem, tile, boxes)
                 if depth == 128 and not work.whole:  # long to compile
                     continue
                 if work.shared > min(_SHARED, device.shared_bytes) or (work.registers > 240 and not work.large):

@@ -10,13 +10,14 @@
 //
 // A prologue is computed in shared memory: by the thread that brought a piece of x, where it is inside of the image.
 //
-// Shared memory: the ring of `stages` steps, in whose place the sums come in the end; then the windows of two
+// Shared memory: the ring of `stages` steps, in whose place the results come in the end; then the windows of two
 // steps' pixels, or of `stages` steps' with a prologue, which needs them once more when the copies have arrived.
 //
 // Traits: rank, last (channels, in dw), follows (another kernel, that made an input), filters, columns, depth (pixels
 // of a step), warps_m, warps_n, stages, residents, rows_first (blocks with successive numbers share n, not m), products
 // (of tf32 for one of f32; 0: on CUDA cores), Factors (types that are multiplied), a_vector, b_vector (elements that
-// lie side by side and aligned), together (results likewise), parted (sums go to `parts`), Prologue.
+// lie side by side and aligned), together (results likewise), parted (sums go to `parts`), drains, scarce (of
+// common/igemm.cuh), Prologue.
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
