@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
@@ -10,6 +11,12 @@ import torch
 
 from tests.support import running_on
 from tests.verified import RESULTS, Verified, sources_digest
+
+
+def pytest_configure() -> None:
+    """Processes that run tests side by side share the cores: what is compared with is computed on the CPU."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, torch.get_num_threads() // processes))
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ __all__ = ["CompileError", "Missing", "Source", "Usage", "cache_folder", "compil
 
 KERNELS = Path(__file__).parent / "kernels"
 _INCLUDE = re.compile(r'^[ \t]*#include "([^"]+)"[^\n]*$', re.MULTILINE)
-_MOST_BYTES = 512 << 20
+_MOST_BYTES = 1 << 30
 _lock = threading.Lock()
 _DIGEST = 32
 
