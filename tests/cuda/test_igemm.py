@@ -176,6 +176,7 @@ def test_the_epilogue_is_part_of_the_kernel(text, direction, layout, splits, epi
     [
         "n2 c24 h9 w7 k40 r3 s3 stride2 pad1",
         "n1 c32 h6 w5 k48 r3 s3 pad1 g2",
+        "n1 c128 h3 w5 k128 r3 s3 pad1 g2",  # groups of whole boxes
         "n1 c96 h4 w5 k88 r3 s3 pad1",  # as many steps as it comes beside the first ones for
         "n3 c136 w47 k200 s1",
     ],
@@ -187,9 +188,20 @@ def test_a_residual_comes_beside_the_steps(text, direction, knobs):
     assert "held = 2;" in old
     assert "held = 2;" in new
     boxed = knobs.columns >= 64 and (direction == "fprop" or max(problem.stride) == 1)
+    boxed &= problem.groups == 1 or problem.result_channels // problem.groups % knobs.columns == 0
     assert "boxed = false;" in old
     assert f"boxed = {str(boxed).lower()};" in new
+    assert f"shares = {str(boxed).lower()};" in new
     check_engine(ENGINE, problem, candidate=candidate)
+
+
+def test_boxes_come_where_the_list_of_a_dgrad_lay():
+    problem = make("n1 c64 h6 w5 k4 r3 s3 pad1 +bias+residual+relu", "dgrad", "f16", "nhwc")
+    knobs = Tile(64, 64, 2, 2, 32, 3)
+    traits = ENGINE.sources(problem, device_for("sm_90a"), knobs)[0].traits
+    assert "listed = 64;" in traits
+    assert "shares = true;" in traits
+    check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, knobs))
 
 
 def test_two_tensors_are_read_behind_the_sums():

@@ -64,6 +64,17 @@ def check(text: str, knobs: Tile = SMALL, seed: int = 0) -> None:
     assert all(torch.equal(one, other) for one, other in zip(results, repeated, strict=True))
 
 
+def test_a_prologue_looks_at_windows_when_boxes_come():
+    text, knobs = (
+        "fprop n2 c24 h9 w7 k40 r3 s3 pad1 f16 nhwc x+scale+bias+relu +bias+residual+relu",
+        Tile(64, 64, 2, 2, 32, 3),
+    )
+    traits = ENGINE.sources(Problem.parse(text), device_for("sm_90a"), knobs)[0].traits
+    assert "boxed = true;" in traits
+    assert "shares = false;" in traits
+    check(text, knobs)
+
+
 @pytest.mark.parametrize("direction", ["fprop", "wgrad"])
 @pytest.mark.parametrize(
     "text",

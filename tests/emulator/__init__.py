@@ -28,8 +28,10 @@ REPLACED = (
     "common/relu.cuh",
     "common/shared.cuh",
     "common/shared_boxes.cuh",
+    "common/store_matrices.cuh",
     "common/wgmma.cuh",
     "common/bulk.cuh",
+    "common/bulk_store.cuh",
 )
 """Files of PTX instructions, for which host.h has functions of its own."""
 

@@ -1,4 +1,4 @@
-// common/bulk.cuh for the emulator: a box is there as soon as it is asked for. Clusters have one block.
+// common/bulk.cuh and common/bulk_store.cuh for the emulator: a box is there as soon as it is asked for. Clusters have one block.
 namespace bulk {
 
 // address, axes and swizzle, sizes (5), strides (4), box (5)
@@ -34,33 +34,37 @@ inline void arrive(Barrier& barrier, int rank) {
     barrier.check();
 }
 
-inline void box(void* to, const Map& map, Barrier& barrier, int blocks, const long long (&first)[5]) {
+// `each(place, in)` for the elements of a box from `first` on: the place in shared memory, and that in the tensor or
+// null outside of it. Returns the box's bytes.
+template <class Each>
+inline long long box(const void* memory, const Map& map, const long long (&first)[5], const Each& each) {
     const auto* words = map.words;
     const int axes = words[1] & 255, swizzle = words[1] >> 8;
-    if (blocks != 1) { fprintf(stderr, "emulator: clusters have one block\n"); abort(); }
-    if (reinterpret_cast<uintptr_t>(to) % 128) { fprintf(stderr, "emulator: a box is not aligned\n"); abort(); }
+    if (reinterpret_cast<uintptr_t>(memory) % 128) { fprintf(stderr, "emulator: a box is not aligned\n"); abort(); }
     long long count = 1;
     for (int i = 0; i < axes; ++i) count *= words[11 + i];
     for (long long i = 0; i < count; ++i) {
-        unsigned long long from = words[0];
+        unsigned long long in = words[0];
         long long rest = i;
         bool inside = true;
         for (int axis = 0; axis < axes; ++axis) {
             const long long at = first[axis] + rest % (long long)words[11 + axis];
             rest /= words[11 + axis];
             inside &= at >= 0 && at < (long long)words[2 + axis];
-            from += at * (axis ? words[6 + axis] : 2);
+            in += at * (axis ? words[6 + axis] : 2);
         }
         // Bits of the address from 4 on are turned by those from 7 on, as many as a row of the swizzle has pieces.
-        uintptr_t place = reinterpret_cast<uintptr_t>(to) + 2 * i;
+        uintptr_t place = reinterpret_cast<uintptr_t>(memory) + 2 * i;
         place ^= (place >> 7 & (swizzle / 16 - 1)) << 4;
-        *reinterpret_cast<unsigned short*>(place) = inside ? *reinterpret_cast<const unsigned short*>(from) : 0;
+        each(reinterpret_cast<unsigned short*>(place), inside ? reinterpret_cast<unsigned short*>(in) : nullptr);
     }
-    barrier.bytes -= 2 * count;
-    barrier.check();
+    return 2 * count;
 }
 inline void copy(void* to, const Map& map, Barrier& barrier, int blocks, int x, int y) {
-    box(to, map, barrier, blocks, {x, y});
+    if (blocks != 1) { fprintf(stderr, "emulator: clusters have one block\n"); abort(); }
+    const auto bring = [](unsigned short* place, const unsigned short* in) { *place = in ? *in : 0; };
+    barrier.bytes -= box(to, map, {x, y}, bring);
+    barrier.check();
 }
 inline void fetch_map(const Map&) {}
 inline void copy_line(void* to, const void* from, int bytes, Barrier& barrier, int blocks) {
@@ -73,6 +77,13 @@ inline void copy_line(void* to, const void* from, int bytes, Barrier& barrier, i
     barrier.bytes -= bytes;
     barrier.check();
 }
+inline void written() {}
+inline void store(const void* from, const Map& map, int x, int y) {
+    box(from, map, {x, y}, [](const unsigned short* place, unsigned short* in) {
+        if (in) *in = *place;
+    });
+}
+inline void stored() {}
 template <int Threads> inline void sync_first() {
     emulator::some = Threads;
     emulator::wait(4);

@@ -134,6 +134,15 @@ template <int Count> inline void matrices(u32 (&to)[Count], const void* row, boo
 }
 template <int Count> inline void load_matrices(u32 (&to)[Count], const void* row) { matrices(to, row, false); }
 template <int Count> inline void load_transposed(u32 (&to)[Count], const void* row) { matrices(to, row, true); }
+inline void store_matrices(void* row, const u32 (&from)[4]) {
+    const int me = emulator::current, first = me & ~31, g = (me & 31) / 4, t = me & 3;
+    if (reinterpret_cast<uintptr_t>(row) % 16) { fprintf(stderr, "emulator: a matrix row is not aligned\n"); abort(); }
+    fragments()[me].row = row;
+    emulator::wait(2);
+    for (int i = 0; i < 4; ++i)
+        memcpy((unsigned short*)fragments()[first + 8 * i + g].row + 2 * t, &from[i], sizeof from[i]);
+    emulator::wait(2);
+}
 
 template <int Bytes> inline void copy(void* to, const void* from, bool inside) {
     const auto odd = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % Bytes != 0; };

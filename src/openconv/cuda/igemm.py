@@ -20,7 +20,7 @@ from .launch import Launch, TensorMap, aligned, pack, single
 
 __all__ = ["Axis", "Igemm", "Tile", "axes"]
 
-_SHARED = 226 << 10  # bytes of a multiprocessor
+_SHARED = 228 << 10  # bytes of a multiprocessor, with 1024 that each block takes besides its own
 _REGISTERS = 1 << 16
 _ALTERNATIVES = 12
 _MOST_STRIDE = 16  # dgrad: as many phases an axis
@@ -326,14 +326,16 @@ class _Work:
         whole = self.last and out == 2 and problem.result_channels // groups % 8 == 0 and not problem.epilogue.also
         held = tensors[0] + 1 if len(tensors) == 1 and whole and pairs and knobs.splits == 1 else 0
         self.early = problem.direction != "wgrad" and knobs.splits == 1 and pairs and (not tensors or held > 0)
-        # As boxes, if its pixels follow each other in a block as they do in memory.
+        # As boxes, if its pixels follow each other in a block as they do in memory; results leave as such, so that no
+        # box may have channels of the next group.
         stepped = problem.direction == "dgrad" and max(problem.stride) > 1
-        boxed = boxes and held > 0 and not stepped and knobs.columns % 64 == 0 and not problem.stats
+        apart = groups == 1 or problem.result_channels // groups % knobs.columns == 0
+        boxed = boxes and held > 0 and not stepped and knobs.columns % 64 == 0 and apart and not problem.stats
         self.maps: tuple[TensorMap, ...] = ()
         if boxed:
             pointer, every = 2 + len(problem.prologue.operands) + held, problem.result_channels
             whole_size = every, prod(problem.result_shape) // every
-            self.maps = (TensorMap(pointer, whole_size, (out * every,), (64, knobs.rows), 128),)
+            self.maps = tuple(TensorMap(at, whole_size, (out * every,), (64, knobs.rows), 128) for at in (pointer, 2))
         rows, columns = (knobs.rows, knobs.columns)
         if problem.direction != "wgrad" and not self.last:
             rows, columns = columns, rows
@@ -341,6 +343,8 @@ class _Work:
         results = rows * (columns + (0 if boxed else 8)) * (out if rounded else 4)
         self.shared = knobs.stages * stage + results if held else max(knobs.stages * stage, results)
         self.shared += 16 if boxed else 0
+        # Windows, which lie there as well if nothing looks at them once boxes come.
+        room = results if boxed and problem.prologue.is_identity and self.products == 1 else 0
         vectors = [at for at, operand in enumerate(problem.epilogue.operands) if operand.kind == "channel"]
         if self.early and vectors:
             self.shared += len(problem.epilogue.operands) * knobs.columns * out
@@ -385,8 +389,9 @@ class _Work:
             self.grid = (ceil(rows / knobs.rows) * ceil(results / knobs.columns), groups, phases * knobs.splits)
             index = 4 if render.index_type(problem) == "int" else 8
             window = 2 * max(index, bits // 8)
-            self.shared += knobs.rows * (window + index + 4 * rank)
-            self.shared += 4 * max(1, listed)
+            windows = knobs.rows * (window + index + 4 * rank) + 4 * max(1, listed)
+            shares = windows + 64 <= room
+            self.shared += 0 if shares else windows
             counts = [len(axis.taps) for axis in axes_] + [1] * (3 - rank)
             constants |= {
                 "pixels": knobs.rows, "filters": knobs.columns, "along": fprop,
@@ -394,7 +399,7 @@ class _Work:
                 "a_vector": gcd(piece, channels), "b_vector": gcd(piece, taps * c if fprop else c),
                 "together": gcd(4 if knobs.splits > 1 else 16 // out, self.inner),
                 "early": self.early, "tensors": sum(1 << at for at in tensors), "held": held,
-                "boxed": boxed, "vectors": sum(1 << at for at in vectors) if self.early else 0,
+                "boxed": boxed, "shares": shares, "vectors": sum(1 << at for at in vectors) if self.early else 0,
                 "vector": gcd(16 // out, results),
                 "phases_0": counts[0], "phases_1": counts[1], "phases_2": counts[2],
                 "backwards": prod(axis.taps[0][1] for axis in axes_) < prod(axis.taps[-1][1] for axis in axes_),

@@ -36,12 +36,12 @@
 // side by side and aligned), together (results likewise), phases_0 ... phases_2 of the axes, backwards (the phases from
 // the last one on, which has more taps: long blocks come first), parted (sums go to `parts`, for igemm_sum), early
 // (what follows the sums reads no tensors, and channels in pairs), tensors (a bit for each operand of the epilogue that
-// is one), held (which one is, from 1 on, or 0), boxed (it comes as boxes), drains, scarce (of common/igemm.cuh),
-// vectors (a bit for each operand of an early epilogue that is one), vector (elements of those that lie side by side
-// and aligned), stats, Prologue, Also.
+// is one), held (which one comes to shared memory, from 1 on, or 0), boxed (it comes as boxes, and results leave as
+// such), shares (windows lie where boxes come), drains, scarce (of common/igemm.cuh), vectors (a bit for each operand of
+// an early epilogue that is one), vector (elements of those that lie side by side and aligned), stats, Prologue, Also.
 
 #include "common/types.cuh"
-#include "common/bulk.cuh"
+#include "common/bulk_store.cuh"
 #include "common/divide.cuh"
 #include "common/epilogue.cuh"
 #include "common/follow.cuh"
@@ -71,10 +71,11 @@ using Lie = igemm::If<Traits::boxed, igemm::Boxed<BM>, igemm::Pitched<pitch>>::t
 constexpr int results_bytes = (last ? BM : BN) * pitch * (Traits::early ? int(sizeof(Traits::Out)) : 4);
 constexpr int ring_bytes = Traits::held || stages * stage_bytes > results_bytes ? stages * stage_bytes : results_bytes;
 // What the epilogue reads: the tensor that is held, what its boxes need, then BN values of each operand that is a
-// vector.
+// vector. Boxes are asked for behind the last copies, which are the last to look at windows: these may lie there.
 constexpr int boxes_at = ring_bytes + (Traits::held ? results_bytes : 0);
 constexpr int vectors_at = boxes_at + (Traits::boxed ? 16 : 0);
-constexpr int windows_at = vectors_at + (Traits::vectors ? Traits::Epilogue::count * BN * int(sizeof(Traits::Out)) : 0);
+constexpr int vectors_bytes = Traits::vectors ? Traits::Epilogue::count * BN * int(sizeof(Traits::Out)) : 0;
+constexpr int windows_at = Traits::shares ? ring_bytes : vectors_at + vectors_bytes;
 constexpr int a_rows = threads / ATile::pieces, a_count = BM / a_rows;  // rows apart, pieces of a thread
 constexpr int b_rows = threads / BTile::pieces, b_count = BTile::rows / b_rows;
 static_assert(MT * Traits::warps_m * 16 == BM && NT * Traits::warps_n * 16 == BN, "warps share the tile evenly");
@@ -116,7 +117,7 @@ struct Unboxed {
     Taps taps[all_taps];
 };
 struct WithBoxes : Unboxed {
-    bulk::Map held;
+    bulk::Map held, result;
 };
 using Params = igemm::If<Traits::boxed, WithBoxes, Unboxed>::type;
 
@@ -196,6 +197,8 @@ struct Windows {
     }
     __device__ __forceinline__ void list(const Phase& phase, const Params& p);
 };
+
+static_assert(!Traits::shares || sizeof(Windows) <= results_bytes, "windows lie where boxes come");
 
 // A thread's place in the depth: tap j of each axis and a channel, and how far that is from where a window begins.
 struct Depth {
@@ -674,7 +677,7 @@ struct Besides {
     struct Column {
         Two of[Traits::Epilogue::count + 1];  // by operand
     };
-    const Traits::Out *vectors, *tensor;
+    const Traits::Out *vectors, *held;
 
     __device__ __forceinline__ Column column(int n) const {
         Column found;
@@ -683,7 +686,8 @@ struct Besides {
             if (Traits::vectors >> i & 1) found.of[i] = load<2>(vectors + i * BN + n);
         return found;
     }
-    __device__ __forceinline__ Two place(int at) const { return Traits::held ? load<2>(tensor + at) : Two{}; }
+    __device__ __forceinline__ Two place(int at) const { return Traits::held ? load<2>(held + at) : Two{}; }
+    __device__ __forceinline__ void places(u32 (&to)[4], int at) const { tensor::load_matrices(to, held + at); }
 };
 
 // Early: the sums as results in shared memory. `apply` is the epilogue of two of them.
@@ -703,7 +707,16 @@ __device__ __forceinline__ void finish(const Products& products, Traits::Out* re
         apply(value, operands);
         return Two{Traits::Out(value[0]), Traits::Out(value[1])};
     });
+    if constexpr (Traits::boxed) bulk::written();
     __syncthreads();
+}
+
+// The same as boxes, by one thread.
+template <class P>
+__device__ __forceinline__ void leave_boxes(const Traits::Out* results, int channel, int pixel, const P& p) {
+#pragma unroll
+    for (int n = 0; n < BN; n += 64) bulk::store(results + n * BM, p.result, channel + n, pixel);
+    bulk::stored();
 }
 
 // Early: all results but the last, one after the other through the same memory.
@@ -778,6 +791,7 @@ igemm_conv(const __grid_constant__ Params p) {
 
     windows.fill(first_m, first_n, group, phase, p);
     if constexpr (Traits::listed) windows.list(phase, p);
+    if constexpr (Traits::shares) bulk::written();
     Boxes& boxes = *reinterpret_cast<Boxes*>(memory + boxes_at);
     if constexpr (Traits::boxed)
         if (threadIdx.x == 0) {
@@ -815,7 +829,11 @@ igemm_conv(const __grid_constant__ Params p) {
         finish(products, results, besides, p, [](Traits::Sum(&value)[2], const void* const* operands) {
             Traits::Epilogue::apply<2, true>(value, operands, 0, 0);
         });
-        igemm::leave<Lie, last ? BM : BN, last ? BN : BM, V, threads>(results, finished);
+        if constexpr (Traits::boxed) {
+            if (threadIdx.x == 0) leave_boxes(results, first_channel, first_m, p);
+        } else {
+            igemm::leave<Lie, last ? BM : BN, last ? BN : BM, V, threads>(results, finished);
+        }
         if constexpr (Traits::stats) statistics(results, pixels, channels, to);
     } else {
         Sum* const sums = reinterpret_cast<Sum*>(ring);

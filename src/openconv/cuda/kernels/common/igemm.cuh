@@ -12,6 +12,7 @@
 // of f32 across the depth are read from four rows and two pieces side by side: these lie at j ^ (2 * row % 8).
 #pragma once
 #include "common/mma_types.cuh"
+#include "common/store_matrices.cuh"
 
 namespace igemm {
 
@@ -91,14 +92,17 @@ struct Tile {
 
 // Where values lie in shared memory: in rows of `Pitch`, or as boxes of `Count` rows by 64 values of two bytes come, in
 // whose rows of 128 bytes pieces of 16 are swizzled. Eight rows further, the same column is `eight_rows` further.
+// `matrices`: warps read and store them as matrices, 16 x 16 values at once.
 template <int Pitch>
 struct Pitched {
     static constexpr int eight_rows = 8 * Pitch;
+    static constexpr bool matrices = false;
     __device__ static __forceinline__ int at(int row, int column) { return row * Pitch + column; }
 };
 template <int Count>
 struct Boxed {
     static constexpr int eight_rows = 8 * 64;
+    static constexpr bool matrices = true;
     __device__ static __forceinline__ int at(int row, int column) {
         return (column >> 6) * (Count * 64) + row * 64 + ((column & 63) ^ (row & 7) << 3);
     }
@@ -250,6 +254,10 @@ struct Warp {
     // and a row's before the first of it is stored.
     template <bool Turned, class Lie, class Value, class Besides, class Change>
     __device__ __forceinline__ void store(Value* to, const Besides& besides, const Change& change) const {
+        if constexpr (Lie::matrices) {
+            store_matrices<Lie>(to, besides, change);
+            return;
+        }
         const int g = lane / 4, t = lane % 4;
         decltype(besides.column(0)) columns[2 * NT];
         int first[2 * NT];  // of a column: where its first row is
@@ -279,6 +287,35 @@ struct Warp {
     }
 
   private:
+    // The same for values of two bytes in rows, 16 x 16 of them by one instruction.
+    template <class Lie, class Value, class Besides, class Change>
+    __device__ __forceinline__ void store_matrices(Value* to, const Besides& besides, const Change& change) const {
+        decltype(besides.column(0)) columns[2 * NT];
+        int first[NT];
+#pragma unroll
+        for (int j = 0; j < 2 * NT; ++j) columns[j] = besides.column(n + 8 * j + lane % 4 * 2);
+#pragma unroll
+        for (int j = 0; j < NT; ++j) first[j] = Lie::at(m + lane % 16, n + 16 * j + lane / 16 * 8);
+#pragma unroll
+        for (int i = 0; i < MT; ++i) {
+            u32 places[NT][4];
+#pragma unroll
+            for (int j = 0; j < NT; ++j) besides.places(places[j], first[j] + 2 * i * Lie::eight_rows);
+#pragma unroll
+            for (int j = 0; j < NT; ++j) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const Sum(&four)[4] = sum[i][2 * j + k / 2];
+                    const Sum pair[2] = {four[k % 2 * 2], four[k % 2 * 2 + 1]};
+                    const auto held = *reinterpret_cast<const Pack<Value, 2>*>(&places[j][k]);
+                    const Pack<Value, 2> changed = change(pair, columns[2 * j + k / 2], held);
+                    places[j][k] = *reinterpret_cast<const u32*>(&changed);
+                }
+                tensor::store_matrices(to + first[j] + 2 * i * Lie::eight_rows, places[j]);
+            }
+        }
+    }
+
     __device__ static __forceinline__ void multiply(Sum (&to)[4], const u32 (&left)[4], const u32 (&right)[NT][4],
                                                     int j) {
         tensor::mma<T>(to, left[0], left[1], left[2], left[3], right[j / 2][j % 2 * 2], right[j / 2][j % 2 * 2 + 1]);
