@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     """Record a whole run without a failure."""
     stats = terminalreporter.stats
     whole = not any(getattr(config.option, name, None) for name in ("keyword", "markexpr", "lf"))
+    whole &= all(Path(named).is_dir() for named in config.args)  # no files, no single tests
     part = hasattr(config, "workerinput")  # of a run that is shared between processes
     if exitstatus or not torch.cuda.is_available() or not whole or part or not stats.get("passed"):
         return
