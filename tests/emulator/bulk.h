@@ -1,4 +1,5 @@
-// common/bulk.cuh and common/bulk_store.cuh for the emulator: a box is there as soon as it is asked for. Clusters have one block.
+// common/bulk.cuh and common/bulk_store.cuh for the emulator: a box is there as soon as it is asked for. Clusters have
+// one block.
 namespace bulk {
 
 // address, axes and swizzle, sizes (5), strides (4), box (5)
