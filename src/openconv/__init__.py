@@ -14,6 +14,8 @@ from .select import Policy, policy, tuning
 
 if TYPE_CHECKING:
     from .explanation import Explanation, explain
+    from .graph import Graph
+    from .graph.trace import jit
     from .tuner import tune
 
 __version__ = "0.1.0"
@@ -21,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Epilogue",
     "Explanation",
+    "Graph",
     "Policy",
     "Problem",
     "UnsupportedProblem",
@@ -34,6 +37,7 @@ __all__ = [
     "convert",
     "empty_cache",
     "explain",
+    "jit",
     "nn",
     "patch",
     "policy",
@@ -41,7 +45,9 @@ __all__ = [
     "tuning",
 ]
 
-_LATE = {"Explanation": ".explanation", "explain": ".explanation", "tune": ".tuner"}
+_LATE = {
+    "Explanation": ".explanation", "explain": ".explanation", "tune": ".tuner", "Graph": ".graph", "jit": ".graph.trace",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

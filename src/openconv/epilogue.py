@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -64,9 +64,11 @@ class Op:
     values: int
     formula: str
     params: tuple[float, ...] = ()
+    basic: bool = False
+    """Whether every CUDA engine computes it; others are computed where fusion is (``Engine.takes_fusion``)."""
 
 
-_OP_LIST = (
+_BASIC = (
     Op("add", 2, "a + b"),
     Op("sub", 2, "a - b"),
     Op("mul", 2, "a * b"),
@@ -87,7 +89,47 @@ _OP_LIST = (
     Op("gelu", 1, "a / 2 * (1 + erf(a / sqrt(2)))"),
     Op("gelu_tanh", 1, "a / 2 * (1 + tanh(sqrt(2 / pi) * (a + 0.044715 a^3)))"),
 )
-OPS: dict[str, Op] = {op.name: op for op in _OP_LIST}
+_FURTHER = (
+    Op("add_square", 2, "a + b^2"),
+    Op("mod", 2, "what is left of a / b, with the sign of a"),
+    Op("pow", 2, "a^b"),
+    Op("atan2", 2, "the angle of the point (b, a)"),
+    Op("ceil", 1, "the least integer >= a"),
+    Op("floor", 1, "the greatest integer <= a"),
+    Op("sign", 1, "-1, 0 or 1"),
+    Op("sin", 1, "sin(a)"),
+    Op("cos", 1, "cos(a)"),
+    Op("tan", 1, "tan(a)"),
+    Op("log", 1, "ln(a)"),
+    Op("sqrt", 1, "sqrt(a)"),
+    Op("rsqrt", 1, "1 / sqrt(a)"),
+    Op("reciprocal", 1, "1 / a"),
+    Op("erf", 1, "erf(a)"),
+    Op("softplus", 1, "ln(1 + e^(beta a)) / beta", (1.0,)),
+    Op("swish", 1, "a / (1 + e^(-beta a))", (1.0,)),
+    Op("cmp_eq", 2, "1 if a == b else 0"),
+    Op("cmp_neq", 2, "1 if a != b else 0"),
+    Op("cmp_gt", 2, "1 if a > b else 0"),
+    Op("cmp_ge", 2, "1 if a >= b else 0"),
+    Op("cmp_lt", 2, "1 if a < b else 0"),
+    Op("cmp_le", 2, "1 if a <= b else 0"),
+    Op("logical_and", 2, "1 if neither is 0, else 0"),
+    Op("logical_or", 2, "1 if one is not 0, else 0"),
+    Op("logical_not", 1, "1 if a is 0, else 0"),
+    Op("select", 3, "b if a is not 0, else c"),
+    Op("relu_backward", 2, "a if b > 0 else 0"),
+    Op("leaky_relu_backward", 2, "a if b > 0 else slope * a", (0.01,)),
+    Op("elu_backward", 2, "a if b > 0 else a * alpha * e^b", (1.0,)),
+    Op("clamp_backward", 2, "a if low <= b <= high else 0", (-math.inf, math.inf)),
+    Op("sigmoid_backward", 2, "a * sigmoid(b) * (1 - sigmoid(b))"),
+    Op("tanh_backward", 2, "a * (1 - tanh(b)^2)"),
+    Op("softplus_backward", 2, "a * sigmoid(beta b)", (1.0,)),
+    Op("swish_backward", 2, "a times the slope of swish at b", (1.0,)),
+    Op("hardswish_backward", 2, "a times the slope of hardswish at b"),
+    Op("gelu_backward", 2, "a times the slope of gelu at b"),
+    Op("gelu_tanh_backward", 2, "a times the slope of gelu_tanh at b"),
+)
+OPS: dict[str, Op] = {op.name: op for op in (*(replace(op, basic=True) for op in _BASIC), *_FURTHER)}
 
 ACTIVATIONS = ("relu", "leaky_relu", "elu", "sigmoid", "tanh", "silu", "hardswish", "gelu", "gelu_tanh", "clamp")
 """The operations that ``activation=`` accepts: one value, with parameters that all have defaults."""
@@ -275,6 +317,11 @@ class Epilogue:
     def is_identity(self) -> bool:
         """True if the only result is the accumulator itself."""
         return isinstance(self.expr, Acc) and not self.also
+
+    @cached_property
+    def is_basic(self) -> bool:
+        """True if every CUDA engine computes it."""
+        return all(OPS[node.op].basic for node in self._nodes() if isinstance(node, Node))
 
     @cached_property
     def flops(self) -> int:

@@ -5,15 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .epilogue import Acc, Const, Epilogue, Expr, Node, Operand
+from .tensors import ALL_DTYPES
+from .tree import Tree
 
-__all__ = ["activate", "before", "constant_when_compiled", "evaluate", "evaluate_", "evaluator_", "statistics"]
+__all__ = [
+    "activate",
+    "before",
+    "constant_when_compiled",
+    "evaluate",
+    "evaluate_",
+    "evaluate_tree",
+    "evaluator_",
+    "statistics",
+]
 
 _Function = Callable[..., Tensor]
 _Any = TypeVar("_Any", bound=Callable[..., object])
@@ -45,6 +56,44 @@ _FUNCTIONS: dict[str, _Function] = {
     "hardswish": F.hardswish,
     "gelu": F.gelu,
     "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
+    "add_square": lambda a, b: a + b * b,
+    "mod": lambda a, b: torch.fmod(*_tensors(a, b)),
+    "pow": torch.pow,
+    "atan2": lambda a, b: torch.atan2(*_tensors(a, b)),
+    "ceil": torch.ceil,
+    "floor": torch.floor,
+    "sign": torch.sign,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "tan": torch.tan,
+    "log": torch.log,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "erf": torch.erf,
+    "softplus": lambda a, beta: torch.logaddexp(beta * a, torch.zeros_like(a)) / beta,
+    "swish": lambda a, beta: a * torch.sigmoid(beta * a),
+    "cmp_eq": lambda a, b: _flag(torch.eq, a, b),
+    "cmp_neq": lambda a, b: _flag(torch.ne, a, b),
+    "cmp_gt": lambda a, b: _flag(torch.gt, a, b),
+    "cmp_ge": lambda a, b: _flag(torch.ge, a, b),
+    "cmp_lt": lambda a, b: _flag(torch.lt, a, b),
+    "cmp_le": lambda a, b: _flag(torch.le, a, b),
+    "logical_and": lambda a, b: _flag(torch.logical_and, a, b),
+    "logical_or": lambda a, b: _flag(torch.logical_or, a, b),
+    "logical_not": lambda a: (a == 0).to(a.dtype),
+    "select": lambda p, a, b: _select(p, a, b),
+    "relu_backward": lambda a, b: _where(b > 0, a, 0.0),
+    "leaky_relu_backward": lambda a, b, slope: _where(b > 0, a, slope * a),
+    "elu_backward": lambda a, b, alpha: _where(b > 0, a, a * (alpha * torch.exp(b))),
+    "clamp_backward": lambda a, b, low, high: _where((b >= low) & (b <= high), a, 0.0),
+    "sigmoid_backward": lambda a, b: a * (torch.sigmoid(b) * (1 - torch.sigmoid(b))),
+    "tanh_backward": lambda a, b: a * (1 - torch.tanh(b).square()),
+    "softplus_backward": lambda a, b, beta: a * torch.sigmoid(beta * b),
+    "swish_backward": lambda a, b, beta: a * _swish_slope(b, beta),
+    "hardswish_backward": lambda a, b: a * torch.where(b <= -3, 0.0, torch.where(b < 3, b / 3 + 0.5, 1.0)).to(b.dtype),
+    "gelu_backward": lambda a, b: a * _gelu_slope(b),
+    "gelu_tanh_backward": lambda a, b: a * _gelu_tanh_slope(b),
 }
 
 _IN_PLACE: dict[str, _Function] = {
@@ -112,6 +161,61 @@ def evaluator_(epilogue: Epilogue) -> Callable[[Tensor, Mapping[str, Tensor]], T
     return run
 
 
+def evaluate_tree(
+    tree: Tree, inputs: Sequence[Tensor], axes: Sequence[int] = (), shape: Sequence[int] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """The results of a tree, in the common shape of its inputs, and its reductions over ``axes``, which stay as 1."""
+    wide = torch.float64 if tree.compute == "f64" else torch.float32
+    common = torch.broadcast_shapes(*(value.shape for value in inputs)) if shape is None else shape
+    like = torch.empty(0, dtype=wide, device=inputs[0].device)
+    values = {leaf.name: value.to(wide) for leaf, value in zip(tree.leaves, inputs, strict=True)}
+    done: dict[Expr, Tensor] = {}
+
+    def visit(expr: Expr) -> Any:
+        if isinstance(expr, Const):
+            return expr.value
+        if expr not in done:
+            if isinstance(expr, Node):
+                args = [visit(arg) for arg in expr.args]
+                if not any(isinstance(arg, Tensor) for arg in args):
+                    args[0] = torch.full((), args[0], dtype=wide, device=like.device)
+                done[expr] = _FUNCTIONS[expr.op](*args, *expr.params)
+            else:
+                done[expr] = _value(expr, like, values)
+        return done[expr]
+
+    def value(expr: Expr) -> Tensor:
+        return torch.as_tensor(visit(expr), dtype=wide, device=like.device)
+
+    results = [_stored(value(expr).expand(common), ALL_DTYPES[dtype]) for expr, dtype in tree.results]
+    reduced = [
+        _reduce(r.mode, value(r.expr).expand(common), tuple(axes)).to(ALL_DTYPES[r.dtype]) for r in tree.reductions
+    ]
+    return results, reduced
+
+
+def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value != 0 if dtype is torch.bool else value.to(dtype)
+
+
+def _reduce(mode: str, value: Tensor, axes: tuple[int, ...]) -> Tensor:
+    if not axes:
+        return value.abs() if mode in ("amax", "norm1", "norm2") else value
+    if mode == "mul_no_zeros":
+        value = torch.where(value == 0, torch.ones_like(value), value)
+    if mode in ("mul", "mul_no_zeros"):
+        for axis in axes:
+            value = value.prod(axis, keepdim=True)
+        return value
+    functions: dict[str, _Function] = {
+        "add": torch.sum, "avg": torch.mean, "min": torch.amin, "max": torch.amax,
+        "amax": lambda v, axes, keepdim: v.abs().amax(axes, keepdim=keepdim),
+        "norm1": lambda v, axes, keepdim: v.abs().sum(axes, keepdim=keepdim),
+        "norm2": lambda v, axes, keepdim: v.square().sum(axes, keepdim=keepdim).sqrt(),
+    }  # fmt: skip
+    return functions[mode](value, axes, keepdim=True)
+
+
 def activate(text: str, value: Tensor) -> Tensor:
     """The activation that ``activation=text`` names, of one tensor; differentiable, and open to torch.compile."""
     op, params = _activation(text)
@@ -155,6 +259,41 @@ def _clamp(function: _Function, a: Tensor, low: float, high: float) -> Tensor:
     # Only the limits that limit something: torch wants one at least, and an infinite one makes integers floats.
     ends = {name: v for name, v, none in (("min", low, -math.inf), ("max", high, math.inf)) if v != none}
     return function(a, **ends) if ends else a
+
+
+def _flag(function: _Function, a: Tensor | float, b: Tensor | float) -> Tensor:
+    """A comparison as 0 and 1 of the dtype of what is compared."""
+    left, right = _tensors(a, b)
+    return function(left, right).to(left.dtype)
+
+
+def _select(p: Tensor | float, a: Tensor | float, b: Tensor | float) -> Tensor:
+    like = next(v for v in (p, a, b) if isinstance(v, Tensor))
+    flag = p != 0 if isinstance(p, Tensor) else torch.full_like(like, p) != 0
+    return _where(flag, a, b).to(like.dtype)
+
+
+def _where(flag: Tensor | bool, a: Tensor | float, b: Tensor | float) -> Tensor:
+    if not isinstance(flag, Tensor):
+        like = next(v for v in (a, b) if isinstance(v, Tensor))
+        flag = torch.full_like(like, float(flag), dtype=torch.bool)
+    return torch.where(flag, a, b)  # type: ignore[arg-type]
+
+
+def _swish_slope(b: Tensor, beta: float) -> Tensor:
+    gate = torch.sigmoid(beta * b)
+    return gate * (1 + beta * b * (1 - gate))
+
+
+def _gelu_slope(b: Tensor) -> Tensor:
+    bell = torch.exp(b * b * -0.5) * (1 / math.sqrt(2 * math.pi))
+    return 0.5 * (1 + torch.erf(b * math.sqrt(0.5))) + b * bell
+
+
+def _gelu_tanh_slope(b: Tensor) -> Tensor:
+    root = math.sqrt(2 / math.pi)
+    inner = torch.tanh(root * (b + 0.044715 * b * b * b))
+    return 0.5 * (1 + inner) + 0.5 * b * (1 - inner * inner) * root * (1 + 3 * 0.044715 * b * b)
 
 
 def _tensors(a: Tensor | float, b: Tensor | float) -> tuple[Tensor, Tensor]:

@@ -91,12 +91,18 @@ def _apart(problem: Problem, device: Device) -> Problem:
     if not problem.is_fused:
         return problem
     plain = problem.with_(prologue=IDENTITY, stats=False)
-    if problem.epilogue.also:
+    if _behind(problem, device):
         dtypes = list(problem.dtypes)
         if device.kind == "cpu" and problem.result_dtype in ("f16", "bf16"):
             dtypes[problem.result] = "f32"
         plain = plain.with_(epilogue=IDENTITY, dtypes=tuple(dtypes))
     return plain
+
+
+def _behind(problem: Problem, device: Device) -> bool:
+    """Whether torch computes the whole epilogue where the problem is not fused. The CPU's engines leave all but a bias
+    to torch as it is."""
+    return bool(problem.epilogue.also) or (device.kind == "cuda" and not problem.epilogue.is_basic)
 
 
 def _lower(problem: Problem, device: Device) -> Problem:
@@ -146,7 +152,9 @@ class Plan:
 
     ``candidate`` is None where there is nothing to multiply. ``lean(a, b, *operands)``, where a GPU's engine alone
     computes the result, is for tensors that lie as that engine takes them (:meth:`takes`); without operands in the
-    epilogue it passes over what is given in their place.
+    epilogue it passes over what is given in their place. ``into(a, b, operands, results, workspace)``, where the engine
+    alone computes the problem, fills tensors that are given: everything lies as the problem says, vectors of a prologue
+    are of f32 and operands of the result's dtype; ``workspace`` has ``candidate.workspace`` bytes, None for none.
     """
 
     problem: Problem
@@ -157,6 +165,7 @@ class Plan:
     steps: tuple[str, ...]
     call: Callable[[Tensor, Tensor, Sequence[Tensor]], Any]
     lean: Callable[..., Tensor] | None = None
+    into: Callable[..., None] | None = None
 
     def __call__(self, a: Tensor, b: Tensor, operands: Sequence[Tensor] = ()) -> Any:
         return self.call(a, b, operands)
@@ -177,7 +186,7 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
     """Choose, unless a candidate is given, build and wire up. UnsupportedProblem if no engine takes it."""
     core = lower(problem, device, policy) if candidate is None else _core(problem, device, candidate)
     if problem.is_empty:
-        call = _around(problem, _empty_call(_apart(problem, device)))
+        call = _around(problem, _empty_call(_apart(problem, device)), device)
         return Plan(problem, core, device, policy, None, ("no products: fill with zeros",), call)
     candidate = candidate or choose(core, device, policy)
     engine = candidate.engine
@@ -189,14 +198,15 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
         call = _fused_call(core, candidate, runner)
     else:
         real = _real_call(core, candidate, runner, device)
-        call = _around(problem, _wire(inner, core, real, bias, rest, engine.takes_epilogue))
+        call = _around(problem, _wire(inner, core, real, bias, rest, engine.takes_epilogue), device)
     if isinstance(device, CudaDevice) and candidate.workspace:
         call = _within_memory(call, problem, device, policy, candidate)
     elif isinstance(device, CudaDevice) and core == problem and not core.is_fused and bias is None and rest.is_identity:
         lean = _lean_call(core, runner, device)
         if not problem.epilogue.operands:
             call = _bare_call(core, lean)
-    return Plan(problem, core, device, policy, candidate, _all_steps(problem, core, device, candidate), call, lean)
+    into = _into_call(problem, core, runner, bias, rest, engine)
+    return Plan(problem, core, device, policy, candidate, _all_steps(problem, core, device, candidate), call, lean, into)
 
 
 def _taken(problem: Problem, core: Problem, engine: Engine) -> tuple[str | None, Epilogue]:
@@ -221,7 +231,7 @@ def _all_steps(problem: Problem, core: Problem, device: Device, candidate: Candi
     if inner is not problem:
         if not problem.prologue.is_identity:
             steps.insert(0, f"compute x{problem.prologue} with torch")
-        if problem.epilogue.also:
+        if _behind(problem, device):
             steps.append(f"evaluate {problem.epilogue} with torch")
         if problem.stats:
             steps.append("add up y and its squares, channel by channel, with torch")
@@ -328,18 +338,43 @@ def _fused_call(core: Problem, candidate: Candidate, runner: Runner) -> Callable
     return run
 
 
-def _around(problem: Problem, call: Any) -> Any:
+def _into_call(
+    problem: Problem, core: Problem, runner: Runner, bias: str | None, rest: Epilogue, engine: Engine
+) -> Callable[..., None] | None:  # fmt: skip
+    """``Plan.into``; None where torch has a part in it."""
+    if (core.dtypes, core.layouts, core.is_fused) != (problem.dtypes, problem.layouts, problem.is_fused):
+        return None
+    if core.is_fused:
+
+        def fused(a: Tensor, b: Tensor, operands: Any, results: Any, workspace: Tensor | None) -> None:
+            more = (tuple(results[1:]),) if len(results) > 1 else ()
+            runner(a, b, results[0], workspace, tuple(operands), *more)
+
+        return fused
+    if not rest.is_identity:
+        return None
+    names = [operand.name for operand in problem.epilogue.operands]
+    at, whole = names.index(bias) if bias else -1, engine.takes_epilogue
+
+    def run(a: Tensor, b: Tensor, operands: Any, results: Any, workspace: Tensor | None) -> None:
+        given = tuple(operands) if whole else (operands[at] if at >= 0 else None)
+        runner(a, b, results[0], workspace, given)
+
+    return run
+
+
+def _around(problem: Problem, call: Any, device: Device) -> Any:
     """The call of what :func:`_apart` leaves, with torch's part of it before and behind."""
     if not problem.is_fused:
         return call
     prologue, epilogue = problem.prologue, problem.epilogue
     first, names = len(prologue.operands), [operand.name for operand in epilogue.operands]
     dtype, layout = DTYPES[problem.result_dtype], problem.layouts[problem.result]
-    results = [Epilogue(expr) for expr in (epilogue.expr, *epilogue.also)]
+    results, apart = [Epilogue(expr) for expr in (epilogue.expr, *epilogue.also)], _behind(problem, device)
 
     def run(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Any:
         a, behind = before(prologue, a, operands[:first]), operands[first:]
-        if not epilogue.also:
+        if not apart:
             made = [call(a, b, behind)]
         else:
             sums: Tensor = call(a, b, ())

@@ -230,8 +230,8 @@ class Problem:
 
     @property
     def is_fused(self) -> bool:
-        """It has a prologue, several results of the epilogue, or statistics, which few engines compute."""
-        return self.stats or bool(self.epilogue.also) or not self.prologue.is_identity
+        """It has a prologue, statistics, several results, or operations in its epilogue that few engines compute."""
+        return self.stats or bool(self.epilogue.also) or not (self.prologue.is_identity and self.epilogue.is_basic)
 
     @property
     def fusion(self) -> str:

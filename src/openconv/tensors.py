@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "NAMES", "empty", "guards", "in_layout", "layout_of", "memory_format", "to_layout"]
+__all__ = ["ALL_DTYPES", "DTYPES", "NAMES", "empty", "guards", "in_layout", "layout_of", "memory_format", "to_layout"]
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
@@ -15,6 +15,8 @@ DTYPES: dict[str, torch.dtype] = {
     "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,
     "complex32": torch.complex32, "complex64": torch.complex64, "complex128": torch.complex128,
 }  # fmt: skip
+ALL_DTYPES: dict[str, torch.dtype] = {**DTYPES, "bool": torch.bool}
+"""Those of graphs, whose comparisons have results of two values."""
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)

@@ -1,0 +1,254 @@
+"""Calls of a graph: arguments into the order of its inputs, checks, gradients, timing, capture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..tensors import ALL_DTYPES
+from .ir import GraphTensor
+from .program import GraphPlan, Program, program_for, signature
+
+if TYPE_CHECKING:
+    from .builder import Graph
+
+__all__ = ["Caller"]
+
+
+class Caller:
+    """``caller(values, named, out, workspace)`` for one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.inputs = graph.inputs
+        self.names = [tensor.name for tensor in self.inputs]
+        self.outputs = [tensor.name for tensor in graph.outputs]
+        self.single = len(self.outputs) == 1
+        self._found: dict[Any, Program] = {}
+
+    def __call__(
+        self, values: tuple[Any, ...], named: Mapping[str, Tensor], out: Any = None, workspace: Tensor | None = None
+    ) -> Any:
+        given = self.ordered(values, named)
+        if torch.is_grad_enabled() and any(value.requires_grad for value in given):
+            if out is not None:
+                raise RuntimeError(f"graph {self.graph.name!r}: out= was given and an input wants a gradient; wanted one "
+                                   "of the two")  # fmt: skip
+            made = self._tracked(given)
+        else:
+            made = self.program(given).run(given, None if out is None else self._places(out), workspace)
+        return made[0] if self.single else tuple(made)
+
+    # -- arguments --------------------------------------------------------------------------------------------------
+
+    def ordered(self, values: tuple[Any, ...], named: Mapping[str, Tensor]) -> list[Tensor]:
+        """The tensors of a call in the order of the inputs, checked."""
+        if len(values) == 1 and isinstance(values[0], Mapping):
+            named, values = {**self._by_name(values[0]), **named}, ()
+        if len(values) == len(self.names) and not named:
+            given = list(values)
+        else:
+            given = self._mixed(values, named)
+        for tensor, value in zip(self.inputs, given, strict=True):
+            if not isinstance(value, Tensor):
+                raise self._wrong(tensor, f"is of type {type(value).__name__}; wanted a Tensor", TypeError)
+        return given
+
+    def _mixed(self, values: tuple[Any, ...], named: Mapping[str, Any]) -> list[Any]:
+        if len(values) > len(self.names):
+            raise TypeError(f"graph {self.graph.name!r} was given {len(values)} tensors; wanted {len(self.names)}: "
+                            f"{', '.join(self.names)}")  # fmt: skip
+        found = dict(zip(self.names, values, strict=False))
+        for name, value in named.items():
+            if name in found:
+                raise TypeError(f"graph {self.graph.name!r} was given {name!r} twice")
+            if name not in self.names:
+                raise TypeError(f"graph {self.graph.name!r} has no input {name!r}; wanted {', '.join(self.names)}")
+            found[name] = value
+        missing = [name for name in self.names if name not in found]
+        if missing:
+            raise TypeError(f"graph {self.graph.name!r} was not given {', '.join(missing)}; wanted "
+                            f"{', '.join(self.names)}")  # fmt: skip
+        return [found[name] for name in self.names]
+
+    def _by_name(self, values: Mapping[Any, Any]) -> dict[str, Any]:
+        found = {}
+        for key, value in values.items():
+            if isinstance(key, GraphTensor) and key._flow is not self.graph.flow:
+                raise RuntimeError(f"tensor {key.name!r} is of another graph; wanted one of {self.graph.name!r}")
+            found[key.name if isinstance(key, GraphTensor) else str(key)] = value
+        return found
+
+    def _wrong(self, tensor: GraphTensor, text: str, kind: type[Exception] = RuntimeError) -> Exception:
+        return kind(f"graph {self.graph.name!r}: input {tensor.name!r} {text}")
+
+    def _places(self, out: Any) -> list[Tensor | None]:
+        if isinstance(out, Tensor):
+            out = (out,)
+        if isinstance(out, Mapping):
+            named = self._by_name(out)
+            unknown = [name for name in named if name not in self.outputs]
+            if unknown:
+                raise TypeError(f"out has {', '.join(unknown)}; wanted some of {', '.join(self.outputs)}")
+            return [named.get(name) for name in self.outputs]
+        places = list(out)
+        if len(places) != len(self.outputs) or not all(isinstance(p, Tensor | None) for p in places):
+            raise TypeError(
+                f"out has {len(places)} entries; wanted a tensor or None for each of {', '.join(self.outputs)}"
+            )
+        return places
+
+    # -- programs ---------------------------------------------------------------------------------------------------
+
+    def program(self, given: Sequence[Tensor]) -> Program:
+        """The program for these tensors. Sizes may differ from those that the graph was built with where nodes allow
+        it; dtypes and the number of axes may not."""
+        key = signature(given)
+        found = self._found.get(key)
+        if found is not None and not self._stale(found):
+            return found
+        place = given[0].device if given else torch.device("cpu")
+        for tensor, value in zip(self.inputs, given, strict=True):
+            if value.dtype is not ALL_DTYPES[tensor.dtype]:
+                raise self._wrong(tensor, f"is {value.dtype}; wanted {ALL_DTYPES[tensor.dtype]}")
+            if value.dim() != tensor.dim():
+                raise self._wrong(
+                    tensor, f"has shape {tuple(value.shape)}; wanted {tensor.dim()} axes, as {tensor.shape}"
+                )
+            if value.device != place:
+                raise self._wrong(tensor, f"is on {value.device} and {self.names[0]!r} on {place}; wanted one device")
+            if value.layout != torch.strided or value.is_conj() or value.is_neg():
+                raise self._wrong(tensor, f"has layout {value.layout} or is a lazy view; wanted a dense tensor")
+        found = program_for(self.graph, place, given)
+        if len(self._found) > 256:
+            self._found.clear()
+        self._found[key] = found
+        return found
+
+    def _stale(self, program: Program) -> bool:
+        """Whether the policy in force, or the number of threads, has changed since."""
+        from ..select import Policy, current_policy
+
+        limits = (self.graph.policy or Policy()).over(current_policy())
+        return program.policy != limits or (
+            program.place.type == "cpu" and program.device.threads != torch.get_num_threads()
+        )
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def _tracked(self, given: list[Tensor]) -> list[Tensor]:
+        wanted = tuple(name for name, value in zip(self.names, given, strict=True) if value.requires_grad)
+        made = _Function.apply(self.graph, wanted, self.names, *given)  # type: ignore[no-untyped-call]
+        return list(made) if isinstance(made, tuple) else [made]
+
+    # -- timing -------------------------------------------------------------------------------------------------------
+
+    def autotune(self, values: tuple[Any, ...], named: Mapping[str, Tensor], seconds: float | None) -> list[GraphPlan]:
+        """Time the plans on these tensors, keep the fastest."""
+        given = self.ordered(values, named)
+        program = self.program(given)
+        plans, end = program.plans(), time.perf_counter() + (10.0 if seconds is None else seconds)
+        measured: list[GraphPlan] = []
+        for plan in plans:
+            if measured and time.perf_counter() > end:
+                measured.append(plan)
+                continue
+            program.use(plan)
+            measured.append(replace(plan, measured=_timed(lambda: program.run(given), given[0].device)))
+        best = min((plan for plan in measured if plan.measured is not None), key=lambda plan: plan.measured or 0.0)
+        program.use(best)
+        program._alternatives = None
+        return sorted(measured, key=lambda plan: (plan.measured is None, plan.measured or 0.0))
+
+    # -- capture ------------------------------------------------------------------------------------------------------
+
+    def capture(self, values: tuple[Any, ...], named: Mapping[str, Tensor]) -> Callable[..., Any]:
+        """A CUDA graph of the call."""
+        given = self.ordered(values, named)
+        place = given[0].device
+        if place.type != "cuda":
+            raise RuntimeError(f"graph {self.graph.name!r}: inputs are on {place}; only a GPU's work can be captured")
+        program = self.program(given)
+        held = [value.detach().clone() for value in given]
+        with torch.no_grad(), torch.cuda.device(place):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                program.run(held)
+            torch.cuda.current_stream().wait_stream(side)
+            recorded = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(recorded):
+                made = program.run(held)
+
+        def replay(*values: Any, **named: Tensor) -> Any:
+            for tensor, there, value in zip(self.inputs, held, self.ordered(values, named), strict=True):
+                if value.shape != there.shape or value.dtype != there.dtype or value.device != there.device:
+                    raise self._wrong(tensor, f"is {value.dtype} {tuple(value.shape)} on {value.device}; captured was "
+                                              f"{there.dtype} {tuple(there.shape)} on {there.device}")  # fmt: skip
+                there.copy_(value)
+            recorded.replay()
+            return made[0] if self.single else tuple(made)
+
+        replay.graph = recorded  # type: ignore[attr-defined]
+        return replay
+
+
+def _timed(call: Callable[[], Any], place: torch.device) -> float:
+    """The median of a few calls, in seconds."""
+    from ..bench.timing import race, race_cuda
+
+    timer = race_cuda if place.type == "cuda" else race
+    return timer([[call]], budget=0.1, least=3, most=50)[0].median
+
+
+class _Function(torch.autograd.Function):
+    """A graph and its gradient, for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: Graph, wanted: tuple[str, ...], names: Sequence[str], *given: Tensor) -> Any:
+        gradient = graph.gradient(wanted)
+        forward = gradient.forward._runner
+        made = forward.program(given_for(forward, names, given)).run(given_for(forward, names, given))  # type: ignore[attr-defined]
+        count = len(graph.outputs)
+        ctx.gradient, ctx.names, ctx.count = gradient, names, count
+        ctx.wanted = wanted
+        ctx.save_for_backward(*given, *made)
+        ctx.set_materialize_grads(True)
+        outs = tuple(made[:count])
+        ctx.mark_non_differentiable(*(out for out in outs if not out.is_floating_point()))
+        return outs if count > 1 else outs[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *losses: Tensor) -> Any:
+        kept = ctx.saved_tensors
+        given, made = kept[: len(ctx.names)], kept[len(ctx.names) :]
+        known = dict(zip(ctx.names, given, strict=True))
+        known |= dict(zip((t.name for t in ctx.gradient.forward.outputs), made, strict=True))
+        known |= {
+            f"d_{t.name}": loss for t, loss in zip(ctx.gradient.forward.outputs[: ctx.count], losses, strict=True)
+        }
+        backward = ctx.gradient.graph._runner
+        inputs = [_like(known[name], tensor) for name, tensor in zip(backward.names, backward.inputs, strict=True)]
+        found = backward.program(inputs).run(inputs)
+        by_name = {name[2:]: value for name, value in zip(backward.outputs, found, strict=True)}
+        return None, None, None, *(by_name.get(name) if name in ctx.wanted else None for name in ctx.names)
+
+
+def _like(value: Tensor, tensor: GraphTensor) -> Tensor:
+    """Autograd's gradients may be expanded scalars: laid out as the graph was built for."""
+    if 0 in value.stride() and value.numel() > 1:
+        return value.contiguous(memory_format=torch.channels_last if tensor.layout == "nhwc" and value.dim() == 4
+                                else torch.contiguous_format)  # fmt: skip
+    return value
+
+
+def given_for(caller: Any, names: Sequence[str], given: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors by name in the order of another graph's inputs."""
+    known = dict(zip(names, given, strict=True))
+    return [known[name] for name in caller.names]
