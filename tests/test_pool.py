@@ -76,7 +76,7 @@ def data(pool: Pool, special: bool = False) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pool", POOLS, ids=str)
 def test_both_passes_place_by_place(pool, mode):
-    for layout, dtype in itertools.product(("nchw", "nhwc"), ("f64", "f32", "bf16", "f16")):
+    for layout, dtype in (("nchw", "f64"), ("nhwc", "f32"), ("nhwc", "bf16"), ("nchw", "f16")):
         one = replace(pool, mode=mode, layout=layout, dtype=dtype)
         x, dy = data(one)
         y, dx = pool_forward(one, x), pool_backward(one, dy, x if mode == "max" else None)
@@ -121,7 +121,7 @@ def test_gradient_by_differences(mode):
     x = torch.randperm(prod(pool.x_shape), generator=generator).double().view(pool.x_shape)  # far from ties
     dy = torch.randn(pool.y_shape, generator=generator).double()
     dx, step = pool_backward(pool, dy, x), 1e-3
-    for at in range(0, x.numel(), 7):
+    for at in range(0, x.numel(), 17):
         moved = x.clone()
         moved.view(-1)[at] += step
         slope = ((pool_forward(pool, moved) - pool_forward(pool, x)) * dy).sum() / step

@@ -46,7 +46,8 @@ __all__ = [
 ]
 
 _LATE = {
-    "Explanation": ".explanation", "explain": ".explanation", "tune": ".tuner", "Graph": ".graph", "jit": ".graph.trace",
+    "Explanation": ".explanation", "explain": ".explanation", "tune": ".tuner", "Graph": ".graph",
+    "jit": ".graph.trace",
 }  # fmt: skip
 
 

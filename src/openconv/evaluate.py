@@ -277,7 +277,7 @@ def _where(flag: Tensor | bool, a: Tensor | float, b: Tensor | float) -> Tensor:
     if not isinstance(flag, Tensor):
         like = next(v for v in (a, b) if isinstance(v, Tensor))
         flag = torch.full_like(like, float(flag), dtype=torch.bool)
-    return torch.where(flag, a, b)  # type: ignore[arg-type]
+    return torch.where(flag, a, b)
 
 
 def _swish_slope(b: Tensor, beta: float) -> Tensor:

@@ -206,7 +206,8 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
         if not problem.epilogue.operands:
             call = _bare_call(core, lean)
     into = _into_call(problem, core, runner, bias, rest, engine)
-    return Plan(problem, core, device, policy, candidate, _all_steps(problem, core, device, candidate), call, lean, into)
+    steps = _all_steps(problem, core, device, candidate)
+    return Plan(problem, core, device, policy, candidate, steps, call, lean, into)
 
 
 def _taken(problem: Problem, core: Problem, engine: Engine) -> tuple[str | None, Epilogue]:

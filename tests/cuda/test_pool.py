@@ -32,7 +32,6 @@ POOLS = {
     "disjoint": make(mode="max", window=(2, 2), stride=(2, 2), n=2, c=16, spatial=(7, 9)),
     "gaps": make(mode="max", window=(2, 1), stride=(3, 4), padding=((1, 0), (0, 0)), n=1, c=5, spatial=(9, 10)),
     "line": make(mode="max", window=(4,), stride=(3,), padding=((1, 2),), n=3, c=4, spatial=(13,)),
-    "disjoint-line": make(mode="max", window=(3,), stride=(3,), padding=((2, 0),), n=2, c=8, spatial=(12,)),
     "volume": make(mode="max", window=(2, 3, 3), stride=(1, 2, 2), padding=(0, 1, 1), n=1, c=4, spatial=(4, 6, 5)),
     "disjoint-volume": make(mode="max", window=2, stride=2, padding=((1, 0),), n=1, c=2, spatial=(3, 4, 5)),
     "many-places": make(mode="max", window=(9, 8), stride=(2, 3), padding=((4, 2), 3), n=1, c=8, spatial=(13, 12)),
@@ -53,7 +52,7 @@ CASES = (
         "asymmetric max nchw f32",
         "asymmetric avg_exclude nhwc f32",
     ),
-    *("gaps max nchw f32", "line max nhwc f32", "disjoint-line max nhwc f32", "volume max nhwc f32"),
+    *("gaps max nchw f32", "line max nhwc f32", "volume max nhwc f32"),
     *("volume avg_exclude nchw bf16", "disjoint-volume max nchw f64"),
 )
 
@@ -210,8 +209,8 @@ HEAVY = (
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_compiles_without_spills(arch):
-    """All of them for sm_90a; for the others all of 3x3 but its first step, and one more kernel in turn."""
+    """All of them for sm_90a; for the others the one that finds places, of the most registers, and another in turn."""
     every = [source for pool in HEAVY for source in sources(pool, device_for(arch))]
-    one = 3 + ARCHITECTURES.index(arch) % (len(every) - 3)
-    for source in every if arch == "sm_90a" else (*every[1:3], every[one]):
+    one = (2 + ARCHITECTURES.index(arch)) % len(every)
+    for source in every if arch == "sm_90a" else (every[1], every[one]):
         assert [found.spills for found in jit.usage(source, arch)] == [0], (source.file, source.traits)

@@ -90,8 +90,8 @@ def check(
             else:
                 epsilon = torch.finfo(dtype).eps
                 torch.testing.assert_close(
-                    value.double(), reference, rtol=max(rtol, epsilon), atol=atol, equal_nan=True,
-                    msg=lambda text: f"{tree} {name}: {text}",
+                    value.double(), reference.to(dtype).double(), rtol=max(rtol, epsilon), atol=atol, equal_nan=True,
+                    msg=lambda text, name=name: f"{tree} {name}: {text}",
                 )  # fmt: skip
 
 
@@ -105,7 +105,8 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 # -- operations -----------------------------------------------------------------------------------------------------
 
 
-SPECIAL = (0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 0.5, -2.25, 88.0, -100.0, math.inf, -math.inf, math.nan, 7.0, 1e-3, 2.5)
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 0.5, -2.25, 6.5, -1.75, math.inf, -math.inf, math.nan, 7.0, 1e-3, 2.5)
+LARGE = (88.0, -100.0, 30.0, -30.0, 2.0, -0.5)  # what overflows on the way, times infinity, is no number in f32 alone
 
 
 def applied(name: str, *values: Expr) -> Expr:
@@ -119,21 +120,16 @@ NAMES = sorted(OPS)
 @pytest.mark.parametrize("names", [NAMES[at : at + 20] for at in range(0, len(NAMES), 20)], ids=lambda names: names[0])
 @pytest.mark.parametrize("dtype", ["f32", "f64"])
 def test_every_operation(names, dtype):
-    """On usual numbers, within rounding of float64, and on zeros, infinities and NaN as torch has it in that dtype."""
+    """On usual numbers, and on zeros, infinities, NaN and large ones."""
     tree = Tree((dtype,) * 3, tuple((applied(name, A, B, C), dtype) for name in names))
     wide = ALL_DTYPES[dtype]
     usual = [randn(61, dtype=torch.float64, seed=seed).to(wide) for seed in (1, 2, 3)]
     usual[1][::5] = usual[0][::5]  # some are equal
-    check(tree, usual, rtol=2e-5 if dtype == "f32" else 1e-12)
-    special = torch.tensor(SPECIAL, dtype=wide)
-    inputs = [special[:, None], special[None, :], special.flip(0)[:, None]]
-    for found, wanted, (expr, _) in zip(
-        run(tree, inputs)[0], evaluate_tree(tree, inputs)[0], tree.results, strict=True
-    ):
-        torch.testing.assert_close(
-            found, wanted, rtol=2e-5 if dtype == "f32" else 1e-12, atol=1e-6, equal_nan=True,
-            msg=lambda text, expr=expr: f"{expr}: {text}",
-        )  # fmt: skip
+    tolerance = 2e-5 if dtype == "f32" else 1e-12
+    check(tree, usual, rtol=tolerance)
+    for numbers in (SPECIAL, LARGE):
+        values = torch.tensor(numbers, dtype=wide)
+        check(tree, [values[:, None], values[None, :], values.flip(0)[:, None]], rtol=tolerance)
 
 
 def test_every_operation_is_there():
@@ -143,18 +139,16 @@ def test_every_operation_is_there():
 
 def test_values_are_computed_once_however_often_they_are_used():
     expr: Expr = A
-    for _ in range(40):  # 2^40 operations as a tree
+    for _ in range(8):  # 255 operations as a tree
         expr = apply("max", expr, expr)
     (source,) = sources(Tree(("f32",), ((expr, "f32"), (expr + 1, "f32"))), (8,), [(1,)], [(1,), (1,)])
-    assert source.traits.count("op::max") == 40
+    assert source.traits.count("op::max") == 8
 
 
 # -- dtypes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "dtype", ALL_DTYPES.keys() & {"f16", "bf16", "f32", "f64", "i8", "u8", "i16", "i32", "i64", "bool"}
-)
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32", "f64", "i8", "u8", "i16", "i32", "i64", "bool"])
 def test_every_dtype(dtype):
     """In and out, whole units and odd ends, with results and sums of its own dtype."""
     kind = ALL_DTYPES[dtype]
@@ -280,8 +274,8 @@ def test_in_place():
 def test_large_tensors_have_several_units_a_thread():
     """And end within a block."""
     tree = Tree(("i8", "i8"), ((apply("max", A, B), "i8"),))
-    inputs = [torch.randint(-99, 99, (16, 270001), dtype=torch.int8) for _ in range(2)]
-    assert _Work(tree, (16 * 270001,), [(1,), (1,)], [(1,)], (), True).units == 2
+    inputs = [torch.randint(-99, 99, (16, 275001), dtype=torch.int8) for _ in range(2)]
+    assert _Work(tree, (16 * 275001,), [(1,), (1,)], [(1,)], (), True).units == 2
     assert torch.equal(run(tree, inputs)[0][0], torch.maximum(*inputs))
 
 
@@ -295,9 +289,9 @@ SUMS = Tree(("f32", "f32"), (), tuple(Reduction(mode, A * B, "f32") for mode in 
 @pytest.mark.parametrize("make", [blank, LAST], ids=["nchw", "nhwc"])
 def test_every_mode(make, axes):
     """Over channels, pixels, rows, everything and what lies between; some zeros, which products may leave out."""
-    whole = like(make, randn(3, 8, 5, 4).sign() * (0.75 + randn(3, 8, 5, 4, seed=1).abs() / 2))
+    whole = like(make, randn(3, 8, 5, 4).sign() * (0.75 + randn(3, 8, 5, 4, seed=1).abs() / 4))
     whole[:, :, 3, 1:3] = 0
-    check(SUMS, [whole, torch.ones(8, 1, 1) * 1.25], axes, rtol=1e-5)
+    check(SUMS, [whole, torch.full((8, 1, 1), 1.0625)], axes, rtol=1e-5)
 
 
 @pytest.mark.parametrize("axes", [(1,), (0,)])
@@ -318,20 +312,23 @@ BOTH = Tree(
 @pytest.mark.parametrize(
     "shape, axes, pieces",
     [
-        ((64, 8, 33, 16), (0, 2, 3), 17),  # channels, in pieces
-        ((2, 40, 3, 5), (0, 2, 3), 1),
-        ((3, 4, 129, 130), (2, 3), 8),  # planes, in pieces where pixels are last
-        ((2, 8, 200, 16), (0, 1, 2, 3), 6),  # all
+        ((64, 8, 33, 16), (0, 2, 3), (2, 15)),
+        ((2, 40, 3, 5), (0, 2, 3), (1, 1)),
+        ((3, 4, 129, 130), (2, 3), (4, 30)),
+        ((2, 8, 200, 16), (0, 1, 2, 3), (3, 3)),
+        ((128, 8, 80, 8), (0, 2, 3), (5, 40)),
     ],
 )
 @pytest.mark.parametrize("make", [blank, LAST], ids=["nchw", "nhwc"])
 def test_results_and_reductions_in_one_pass(make, shape, axes, pieces):
     whole = like(make, randn(*shape, dtype=torch.float16))
+    lie = [whole.stride(), (0, 1, 0, 0)]
+    assert _Work(BOTH, shape, lie, lie[:1], axes, True).pieces == pieces[make is LAST]
     check(BOTH, [whole, randn(shape[1], 1, 1)], axes, make, rtol=1e-4, atol=1e-3)
 
 
 def test_pieces_and_threads():
-    """What each case is made for: few kept elements are cut into pieces that fill the GPU, many are done in one pass."""
+    """Few kept elements are cut into pieces that fill the GPU, many are done in one pass."""
     tree = Tree(("f16",), (), (Reduction("add", A, "f32"), Reduction("norm2", A, "f32")))
 
     def work(shape: Sequence[int], strides: Sequence[int], axes: Sequence[int]) -> tuple[bool, int, int, int]:

@@ -1,5 +1,6 @@
 """What is fused beyond an epilogue, as C++: further members of the generated struct ``Traits`` (:mod:`.render`).
 
+namespace op { ... }                   // operations that are not basic, in front of the struct, where one is used
 static constexpr bool stats = true;
 struct Prologue { ... };               // x+scale+bias+relu as code
 struct Also { ... };                   // +bias+keep+relu: the value that is kept, as code
@@ -8,19 +9,33 @@ struct Also { ... };                   // +bias+keep+relu: the value that is kep
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from ..epilogue import Epilogue, Expr, Operand
 from ..problem import Problem
-from . import render
+from . import jit, render
 
-__all__ = ["traits"]
+__all__ = ["further", "traits"]
 
 
 def traits(problem: Problem, constants: Mapping[str, int | bool | str]) -> str:
     """:func:`.render.traits`, with what is fused."""
     text = render.traits(problem, {**constants, "stats": problem.stats})
     lines = [*_prologue(problem.prologue), *_also(problem.epilogue)]
-    return text.removesuffix("};\n") + "".join(f"    {line}\n" for line in lines) + "};\n"
+    return further(problem) + text.removesuffix("};\n") + "".join(f"    {line}\n" for line in lines) + "};\n"
+
+
+def further(problem: Problem) -> str:
+    """The operations that are not basic, to stand in front of the struct; nothing where the problem uses none."""
+    return "" if problem.prologue.is_basic and problem.epilogue.is_basic else _further()
+
+
+@cache
+def _further() -> str:
+    """``common/pointwise_more.cuh`` without its includes: in generated text they are not looked for. It comes behind
+    ``common/pointwise.cuh`` wherever there is an epilogue."""
+    text = (jit.KERNELS / "common" / "pointwise_more.cuh").read_text()
+    return "\n".join(line for line in text.split("\n") if not line.startswith(("#pragma once", "#include")))
 
 
 def _prologue(prologue: Epilogue) -> list[str]:

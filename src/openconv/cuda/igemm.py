@@ -214,7 +214,8 @@ class Igemm(Engine):
                 "together": work.sum_together, "rows": work.sum_rows, "Products": work.sums,
                 "last": work.last, "filter": problem.direction == "wgrad",
             }  # fmt: skip
-            made.append(jit.Source("igemm_sum.cu", render.traits(_stored(problem), constants)))
+            text = fusion.further(problem) + render.traits(_stored(problem), constants)
+            made.append(jit.Source("igemm_sum.cu", text))
         if problem.stats:
             made.append(jit.Source("igemm_stats.cu"))
         return made + [turn.source for turn in turned_inputs(problem) if turn]
@@ -567,6 +568,11 @@ class _Work:
         apart = 1.95e-6 + 8.0 * tile.splits * prod(problem.result_shape) / (3.5 * device.bandwidth)
         turned = sum(2.2e-6 + 1.2 * turn.seconds(device) for turn in turned_inputs(problem) if turn)
         turned += 4e-6 * problem.stats
+        if (
+            not problem.prologue.is_identity
+        ):  # each value of x that comes to shared memory is read, computed and written
+            staged = blocks * steps * tile.depth * (tile.columns if problem.direction == "wgrad" else tile.rows)
+            turned += 2e-6 + staged / (20e9 * device.threads)
         if problem.direction != "wgrad" and self.inner % 2:  # results leave one by one
             turned += 12.0 * prod(problem.result_shape) / device.bandwidth
         return 3.5e-6 + floors[2] + 0.56 * floors[1] + (apart if tile.splits > 1 else 0.0) + turned

@@ -162,7 +162,7 @@ class Launch:
             params += bytes(-len(params) % _MAP_ALIGNED) + b"".join(each.encode() for each in maps)
         self._mapped = tuple(each.pointer for each in maps)
         self._packs = _Packs(params, configuration, int(self._kernel.handle), len(maps), device.index)
-        self._launch = _driver("cuLaunchKernelEx")
+        self._launch, self._replace = _driver("cuLaunchKernelEx"), _driver("cuTensorMapReplaceAddress")
 
     def __call__(self, *pointers: int) -> None:
         index = self._index
@@ -178,7 +178,8 @@ class Launch:
             mine.stream = stream
         for at, held in zip(self._mapped, mine.maps, strict=True) if self._mapped else ():
             if held[1] != pointers[at]:
-                _check(_driver("cuTensorMapReplaceAddress")(held[0], ctypes.c_void_p(pointers[at])), self._name)
+                if failed := self._replace(held[0], ctypes.c_void_p(pointers[at])):
+                    _check(failed, self._name)
                 held[1] = pointers[at]
         failed = self._launch(*mine.arguments)
         if failed:
@@ -186,9 +187,9 @@ class Launch:
 
 
 def _check(found: int, name: str) -> None:
-    from cuda.bindings import driver
-
     if found:
+        from cuda.bindings import driver
+
         error = driver.CUresult(found)
         _, text = driver.cuGetErrorString(error)
         raise RuntimeError(f"{name} could not be launched: {error.name}: {(text or b'').decode()}")

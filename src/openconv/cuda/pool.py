@@ -1,7 +1,7 @@
 """Pooling on a GPU: both passes of a :class:`~openconv.pool.Pool`, on pointers to tensors in its layout.
 
 Forward (pool.cu)
-    One step at the speed of memory. Windows of up to 64 places are unrolled, and a thread makes several rows of y so
+    One step. Windows of up to 64 places are made of constants, and a thread makes several rows of y so
     that rows of x which windows share are read once; larger ones are loops that several threads share.
 Backward of an average (pool_backward.cu)
     A gather: each value of dx adds the windows that it is in.
@@ -11,7 +11,7 @@ Backward of max, windows that do not overlap (pool_disjoint.cu)
 Backward of max, windows that overlap (pool.cu, then pool_backward.cu)
     The first step writes which place of its window each value of y is, one byte (four where a window has more than 256
     places); the second gathers dy where it is the place. A gather from x alone would find the largest value of a window
-    again for each of its places: 81 loads rather than 9 for 3x3. The bytes are few beside x: 1/16 of those of f16 with
+    again for each of its places: 81 loads rather than 9 for 3x3. The bytes are few beside x: 1/8 of those of f16 with
     stride 2, written once and read once.
 
 Nothing is added by two threads, so that all bits are the same each time. Sums are f32 (f64 for f64), rounded once.
@@ -34,7 +34,8 @@ __all__ = ["PoolBackward", "PoolForward", "seconds", "sources"]
 
 _THREADS = 256
 _BYTES = 16  # of one vector: the most that one instruction loads or stores
-_UNROLLED = 64  # places of a window, or of a cell between windows, that are unrolled
+_UNROLLED = 64  # places of a window that is made of constants
+_CELL = 16  # places from one window to the next that a thread writes at once
 _LOADS = 36  # of a thread that makes several rows
 _AROUND = 24  # windows around a value that are unrolled
 _PARTS = 32  # threads that share a window
@@ -152,7 +153,7 @@ def _fixed(pool: Pool) -> bool:
 
 def _in_one_step(pool: Pool) -> bool:
     """Whether the backward pass of max finds and writes at once."""
-    return pool.mode == "max" and pool.disjoint and prod(pool.stride) <= _UNROLLED
+    return pool.mode == "max" and pool.disjoint and prod(pool.stride) <= _CELL
 
 
 def _tap_bytes(pool: Pool) -> int:

@@ -29,6 +29,7 @@ __all__ = ["TreeKernel", "seconds", "sources"]
 _THREADS = 256
 _BYTES = 16  # of one vector: the most that one instruction loads or stores
 _IN_FLIGHT = 64  # bytes that a thread has under way where there is enough to do
+_MOST_LOADED = 192  # bytes that a thread's loads may take of its registers
 _BLOCKS = 528  # four for each of 132 multiprocessors, which fill them
 _MOST_POINTERS = 31  # those of a launch
 _MOST_SUMS = 32  # values that a thread of a reduction keeps
@@ -82,7 +83,7 @@ def sources(
 ) -> list[jit.Source]:  # fmt: skip
     """What :class:`TreeKernel` compiles."""
     work = _Work(tree, shape, inputs, results, axes, aligned)
-    return [work.source] * work.passes + [work.finish] * work.finishes
+    return [*([work.source] if work.passes else []), *([work.finish] if work.finishes else [])]
 
 
 def seconds(
@@ -177,7 +178,9 @@ class _Work:
         _checked(tree, shape, inputs, results, axes)
         over = set(axes) if tree.reductions else set()
         kept_shape = [1 if at in over else size for at, size in enumerate(shape)]
-        places = [0 if at in over else prod(kept_shape[at + 1 :]) for at in range(len(shape))]
+        places = [0] * len(shape)
+        if tree.reductions:
+            places = [0 if at in over else prod(kept_shape[at + 1 :]) for at in range(len(shape))]
         self.results, self.terms = prod(kept_shape), prod(shape[at] for at in over)
         self.empty = 0 in shape
         if not self.terms and self.results:
@@ -199,6 +202,7 @@ class _Work:
                 ones = [_alone(r) for r in reductions]
             tree = Tree(tree.inputs, (*tree.results, *ones))
             strides += [tuple(places)] * len(ones)
+            places = [0] * len(shape)
         self.tree, self.tensors = tree, len(strides)
         self.dtypes = (*tree.inputs, *(dtype for _, dtype in tree.results))
         found = [
@@ -312,13 +316,24 @@ class _Work:
         return prod(axis.size for axis in self.axes) // self.vector
 
     @cached_property
+    def fixed(self) -> list[int]:
+        """Inputs that are the same for all units of a thread, and are read once."""
+        across = self.reduced if self.tree.reductions else self.axes
+        return [at for at in range(len(self.tree.inputs)) if not any(axis.strides[at] for axis in across)]
+
+    @cached_property
     def units(self) -> int:
-        """Units that a thread has under way: as many bytes as hide what memory takes, while all threads have some."""
-        streams = [at for at in range(len(self.tree.inputs)) if self._lie(at) != "once"]
-        each = self.vector * sum(_SIZES[self.dtypes[at]] for at in streams)
-        found, most = 1, 8 if each < 8 else 4
+        """Units that a thread has under way: as many bytes as hide what memory takes, while all threads have some.
+        Small inputs, which caches hold, count for the registers that they take."""
+        loose = [at for at in range(len(self.tree.inputs)) if at not in self.fixed and self._lie(at) != "once"]
+        size = {at: self.vector * _SIZES[self.dtypes[at]] for at in loose}
+        every = prod(axis.size for axis in self.axes)
+        stream, loaded = sum(size[at] for at in loose if 2 * self.distinct[at] > every), sum(size.values())
+        found, most = 1, 8 if stream < 8 else 4
         shared = self.piece // self.sharers if self.tree.reductions else self.count // (_BLOCKS * _THREADS)
-        while 2 * found <= most and 2 * found * each <= _IN_FLIGHT and 2 * found <= shared:
+        while (
+            2 * found <= min(most, shared) and 2 * found * stream <= _IN_FLIGHT and 2 * found * loaded <= _MOST_LOADED
+        ):
             found *= 2
         return found
 
@@ -410,10 +425,7 @@ class _Work:
         expressions."""
         tree, reduces = self.tree, bool(self.tree.reductions)
         used = {node for expr in _expressions(tree) for node in _nodes(expr) if isinstance(node, Operand)}
-        still = self.reduced if reduces else self.axes
-        fixed = [
-            at for at, leaf in enumerate(tree.leaves) if leaf in used and not any(axis.strides[at] for axis in still)
-        ]
+        fixed = [at for at in self.fixed if tree.leaves[at] in used]
         loose = [at for at, leaf in enumerate(tree.leaves) if leaf in used and at not in fixed]
 
         def values(at: int) -> str:

@@ -71,7 +71,8 @@ def _chain(driver: Any, graph: Any) -> list[Any]:
     """The nodes of a graph in the order in which they run, one after the other."""
     count = _checked(driver.cuGraphGetNodes(graph, 0))[1]
     nodes = list(_checked(driver.cuGraphGetNodes(graph, count))[0]) if count else []
-    follower, led = {}, set()
+    follower: dict[int, list[int]] = {}
+    led: set[int] = set()
     for node in nodes:
         many = _checked(driver.cuGraphNodeGetDependentNodes(node, 0))[-1]
         after = _checked(driver.cuGraphNodeGetDependentNodes(node, many))[0] if many else []

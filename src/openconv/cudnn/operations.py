@@ -139,17 +139,17 @@ def _fprop(call: Call) -> GraphTensor:
 def _dgrad(call: Call) -> GraphTensor:
     weight, loss = call.pair("filter", "loss")
     dim, _ = call.wanted("DX")
-    size = {} if dim is None else {"output_size": tuple(dim[2:])}
+    size = None if dim is None else tuple(dim[2:])
     groups = _groups(call, 1 if dim is None else dim[1], None if dim is None else weight.shape[1])
-    return call.graph.conv_dgrad(weight, loss, groups=groups, **size, **_where(call))
+    return call.graph.conv_dgrad(weight, loss, groups=groups, output_size=size, **_where(call))
 
 
 def _wgrad(call: Call) -> GraphTensor:
     image, loss = call.pair("image", "loss")
     dim, _ = call.wanted("DW")
-    size = {} if dim is None else {"filter_size": tuple(dim[2:])}
+    size = None if dim is None else tuple(dim[2:])
     groups = _groups(call, image.shape[1], None if dim is None else dim[1])
-    return call.graph.conv_wgrad(image, loss, groups=groups, **size, **_where(call))
+    return call.graph.conv_wgrad(image, loss, groups=groups, filter_size=size, **_where(call))
 
 
 def _matmul(call: Call) -> GraphTensor:
@@ -222,8 +222,8 @@ def _gen_index(call: Call) -> GraphTensor:
     return call.graph.gen_index(call["input"], call.node.attributes["axis"])
 
 
-_UNARY = ("abs", "ceil", "cos", "elu", "erf", "exp", "floor", "gelu", "log", "logical_not", "neg", "reciprocal", "rsqrt",
-          "sigmoid", "sin", "softplus", "sqrt", "tan", "tanh")  # fmt: skip
+_UNARY = ("abs", "ceil", "cos", "elu", "erf", "exp", "floor", "gelu", "log", "logical_not", "neg", "reciprocal",
+          "rsqrt", "sigmoid", "sin", "softplus", "sqrt", "tan", "tanh")  # fmt: skip
 _BINARY = ("add", "add_square", "div", "logical_and", "logical_or", "mul", "sub")
 _BACKWARD = ("elu", "gelu", "sigmoid", "softplus", "tanh")
 
@@ -263,9 +263,9 @@ def _batchnorm_inference(call: Call) -> GraphTensor:
 
 def _batchnorm(call: Call) -> Sequence[GraphTensor | None]:
     _no_peers(call)
-    running = [call[name] if call.node.given(name) is not None else None for name in _RUNNING]
+    mean, variance = (call[name] if call.node.given(name) is not None else None for name in _RUNNING)
     return call.graph.batchnorm(
-        call["input"], call["scale"], call["bias"], *running,
+        call["input"], call["scale"], call["bias"], mean, variance,
         epsilon=call.number("epsilon", 1e-5), momentum=call.number("momentum", 0.1),
     )  # fmt: skip
 

@@ -66,6 +66,7 @@ class pygraph(Recorder):
     def _empty(self) -> None:
         self._lowered: dict[Any, Lowering] = {}
         self._entries: list[Entry] | None = None
+        self._place: torch.device | None = None
         self._selected, self._pinned, self._built = 0, False, False
         self._filters = Filters()
         self._kept: dict[int, Any] = {}
@@ -95,6 +96,7 @@ class pygraph(Recorder):
         if self._entries is not None:
             raise RuntimeError(f"graph {self.name!r} was planned already; build another one, or select_plan()")
         self.validate()
+        self._place = self._device
         self._entries, self._fixed = ranked(self._translation().graph.plans(self._device)), True
         if not self._entries:
             raise cudnnGraphNotSupportedError(f"graph {self.name!r}: no engine takes it on {self._device}")
@@ -103,6 +105,7 @@ class pygraph(Recorder):
         """Add a plan of this engine and these knobs behind the others."""
         every = self._every()
         entry = entry_of(every, engine_id, dict(knobs or {}))
+        self._place = self._device
         self._entries, self._fixed = [*(self._entries or []), entry], True
         return self
 
@@ -179,6 +182,9 @@ class pygraph(Recorder):
 
     @property
     def _device(self) -> torch.device:
+        """The device that the graph is planned for."""
+        if self._place is not None:
+            return self._place
         otherwise = self._handle.device if self._handle is not None else default_device()
         return buffers.device_of(list(self._bound.values()), otherwise)
 
@@ -349,12 +355,13 @@ class pygraph(Recorder):
         self, pack: Mapping[tensor, Any], workspace: Any, handle: Handle | None, index: int, sizes: Mapping[int, Any]
     ) -> None:
         device = self._running_on(pack, handle)
-        with on_stream_of(handle or self._handle, device), torch.no_grad():
+        with on_stream_of(self._handle if handle is None else handle, device), torch.no_grad():
             self._prepared(pack, workspace, index, sizes, device)()
 
     def _running_on(self, pack: Mapping[tensor, Any], handle: Handle | None) -> torch.device:
-        handle = handle or self._handle
-        return buffers.device_of(list(pack.values()), default_device() if handle is None else handle.device)
+        handle = self._handle if handle is None else handle
+        where = handle.device if isinstance(handle, Handle) else default_device()
+        return buffers.device_of(list(pack.values()), where)
 
     def _prepared(
         self, pack: Mapping[tensor, Any], workspace: Any, index: int, sizes: Mapping[int, Any], device: torch.device
@@ -388,7 +395,7 @@ class pygraph(Recorder):
         """Results for values, in new tensors but for those in ``outs``. Sizes may be others than those recorded, as far
         as the graph holds for them."""
         device = self._running_on({**values, **outs}, handle)
-        with on_stream_of(handle or self._handle, device), torch.no_grad():
+        with on_stream_of(self._handle if handle is None else handle, device), torch.no_grad():
             lowering = self._translation(self._numbers(values), entry=self._planned("a call")[self._selected])
             given = {}
             for one, place in lowering.inputs.items():
@@ -416,8 +423,12 @@ class pygraph(Recorder):
         }
 
     def _workspace(self, given: Any, index: int, sizes: Mapping[int, Any], device: torch.device) -> Tensor | None:
+        """The caller's workspace as bytes. It is of the device that the graph was planned for; on another one, which
+        needs another amount, torch's allocator is asked."""
+        if given is None or device.type != self._device.type:
+            return None
         need = self._bytes(index, sizes)
-        if given is None or need == 0:
+        if need == 0:
             return None
         if isinstance(given, int):
             return buffers.tensor_at(given, (need,), (1,), torch.uint8, device)

@@ -144,7 +144,7 @@ class Recorder:
             kind = as_data_type(place.dtype)
             assert kind is not None
             found = self._trial[one] = list(place.shape), list(place.strides), kind
-        return found  # type: ignore[no-any-return]
+        return found
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Recorder:
         """Add a node; its result, or a list of them."""
         self._changing(operation.name)
         if operation.name == "conv_dgrad" and len(args) == 2 and not {"loss", "filter", "weight"} & set(kwargs):
-            names = dgrad_order(*(_sizes(arg) for arg in args), kwargs.get("groups"))
+            names = dgrad_order(_sizes(args[0]), _sizes(args[1]), kwargs.get("groups"))
             args, kwargs = (), {**dict(zip(names, args, strict=True)), **kwargs}
         kwargs = {operation.aliases.get(key, key): value for key, value in kwargs.items()}
         try:

@@ -37,8 +37,8 @@ class Graph:
     Tensors of torch that operations are given are its inputs, known again by identity, and positional arguments of a
     call are in the order in which the block first used them; results come in the order in which they were made such.
     ``inputs`` and ``outputs``, or :meth:`set_io_tuples`, say otherwise. Calls take other batch sizes, and tensors of
-    the CPU as well. ``handle`` is one of ``create_handle()``, ``"auto"`` for one of its own, or None for torch's current
-    stream; all else is what :class:`~openconv.cudnn.pygraph` takes.
+    the CPU as well. ``handle`` is one of ``create_handle()``, ``"auto"`` for one of its own, or None for torch's
+    current stream; all else is what :class:`~openconv.cudnn.pygraph` takes.
     """
 
     def __init__(

@@ -30,6 +30,7 @@ from .operations import check_dtype, vector_shape
 from .rewrites import REWRITES
 
 if TYPE_CHECKING:
+    from .calls import Caller
     from .explain import GraphExplanation
     from .gradient import Gradient
     from .program import GraphPlan, Program
@@ -86,8 +87,8 @@ class Graph:
     """A graph of tensors and operations, callable on torch tensors of any device.
 
     ``policy`` limits the choice of engines, as :func:`openconv.policy` does. ``rewrites`` names those of
-    :data:`openconv.graph.REWRITES` that may be used: all of them, unless told; ``()`` for none. ``fuse=False`` runs every
-    node by itself.
+    :data:`openconv.graph.REWRITES` that may be used: all of them, unless told; ``()`` for none. ``fuse=False`` runs
+    every node by itself.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Graph:
         self._take(Flow())
         self._known: dict[int, tuple[weakref.ref[Tensor], GraphTensor]] = {}
         self._closed = False
+        self.forward: Graph | None = None
         self._lock = threading.RLock()
         self._programs: dict[Any, Program] = {}
         self._gradients: dict[Any, Gradient] = {}
@@ -124,6 +126,7 @@ class Graph:
             raise RuntimeError(
                 f"graph {self.name!r} is closed: its block has ended, or it was called; build another one"
             )
+        self._programs.clear()  # of what it was before
 
     def _add(self, op: str, *args: Any, name: str | None = None, **attrs: Any) -> Any:
         self._changed()
@@ -201,7 +204,7 @@ class Graph:
         self, image: Tensorish, loss: Tensorish, *, padding: _Padding = 0, stride: _Size = 1, dilation: _Size = 1,
         groups: int = 1, filter_size: _Size | None = None, name: str | None = None,
     ) -> GraphTensor:  # fmt: skip
-        """The gradient with respect to the weight. ``filter_size`` is wanted where several would fit, as with a stride."""
+        """The gradient with respect to the weight. ``filter_size`` is wanted where several fit, as with a stride."""
         geometry = {"padding": padding, "stride": stride, "dilation": dilation, "groups": groups}
         return self._one("conv_wgrad", image, loss, name=name, filter_size=filter_size, **geometry)
 
@@ -374,7 +377,8 @@ class Graph:
 
     def _per_channel(self, input: Tensorish, vector: Tensorish, op: str, name: str | None) -> GraphTensor:
         x, v = self._given(op, name, input), self._given(op, name, vector)
-        assert isinstance(x, GraphTensor) and isinstance(v, GraphTensor)
+        assert isinstance(x, GraphTensor)
+        assert isinstance(v, GraphTensor)
         wanted = vector_shape(x) if x.dim() > 1 else x.shape
         if v.shape != wanted:
             if v.shape != (x.shape[1],):
@@ -394,7 +398,7 @@ class Graph:
         self, input: Tensorish, scale: Tensorish, bias: Tensorish, mean: Tensorish, inv_variance: Tensorish, *,
         name: str | None = None,
     ) -> GraphTensor:  # fmt: skip
-        """(input - mean) * inv_variance * scale + bias, channel by channel; inv_variance is 1 / sqrt(variance + eps)."""
+        """(input - mean) * inv_variance * scale + bias of each channel; inv_variance is 1 / sqrt(variance + eps)."""
         return self._one("batchnorm_inference", input, scale, bias, mean, inv_variance, name=name)
 
     def batchnorm(
@@ -408,7 +412,8 @@ class Graph:
             raise TypeError(f"{name or 'batchnorm'}: one running value is given; wanted both of them or none")
         more = () if running_mean is None else (running_mean, running_variance)
         made = self._add("batchnorm", input, scale, bias, *more, name=name, epsilon=epsilon, momentum=momentum)
-        return BatchNorm(*made) if more else BatchNorm(*made, None, None)
+        y, mean, inverse, *running = made
+        return BatchNorm(y, mean, inverse, *running) if running else BatchNorm(y, mean, inverse, None, None)
 
     def batchnorm_backward(
         self, loss: Tensorish, input: Tensorish, scale: Tensorish, mean: Tensorish, inv_variance: Tensorish, *,
@@ -520,7 +525,7 @@ class Graph:
         return self._runner(values, named, out, workspace)
 
     @property
-    def _runner(self) -> Callable[..., Any]:
+    def _runner(self) -> Caller:
         """What calls go through; made at the first, for its list of inputs is looked at each time."""
         found = self.__dict__.get("_call")
         if found is None:
@@ -531,7 +536,7 @@ class Graph:
                     raise RuntimeError(f"graph {self.name!r} has no nodes; wanted one at least")
                 self._closed = True
                 found = self.__dict__.setdefault("_call", Caller(self))
-        return found  # type: ignore[no-any-return]
+        return found
 
     def execute(
         self, values: Mapping[Any, Tensor], outputs: Mapping[Any, Tensor] | None = None,
@@ -563,12 +568,12 @@ class Graph:
 
     def autotune(self, *values: Any, seconds: float | None = None, **named: Tensor) -> list[GraphPlan]:
         """Time the plans on these tensors and keep the fastest; the plans, with what they took."""
-        return self._runner.autotune(values, named, seconds)  # type: ignore[attr-defined, no-any-return]
+        return self._runner.autotune(values, named, seconds)
 
     def capture(self, *values: Any, **named: Tensor) -> Callable[..., Any]:
-        """A CUDA graph of the call: a function that copies its arguments in, replays, and returns its outputs, which the
-        next replay overwrites."""
-        return self._runner.capture(values, named)  # type: ignore[attr-defined, no-any-return]
+        """A CUDA graph of the call: a function that copies its arguments in, replays, and returns its outputs, which
+        the next replay overwrites."""
+        return self._runner.capture(values, named)
 
     def explain(self, device: Any = None) -> GraphExplanation:
         """The kernels: what each computes, what was fused and why not more, bytes saved, predicted times."""

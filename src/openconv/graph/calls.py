@@ -16,6 +16,7 @@ from .program import GraphPlan, Program, program_for, signature
 
 if TYPE_CHECKING:
     from .builder import Graph
+    from .gradient import Gradient
 
 __all__ = ["Caller"]
 
@@ -30,6 +31,7 @@ class Caller:
         self.outputs = [tensor.name for tensor in graph.outputs]
         self.single = len(self.outputs) == 1
         self._found: dict[Any, Program] = {}
+        self._gradients: dict[Any, Gradient] = {}
 
     def __call__(
         self, values: tuple[Any, ...], named: Mapping[str, Tensor], out: Any = None, workspace: Tensor | None = None
@@ -37,8 +39,8 @@ class Caller:
         given = self.ordered(values, named)
         if torch.is_grad_enabled() and any(value.requires_grad for value in given):
             if out is not None:
-                raise RuntimeError(f"graph {self.graph.name!r}: out= was given and an input wants a gradient; wanted one "
-                                   "of the two")  # fmt: skip
+                name = self.graph.name
+                raise RuntimeError(f"graph {name!r}: out= was given and an input wants a gradient; wanted one of them")
             made = self._tracked(given)
         else:
             made = self.program(given).run(given, None if out is None else self._places(out), workspace)
@@ -143,8 +145,20 @@ class Caller:
 
     def _tracked(self, given: list[Tensor]) -> list[Tensor]:
         wanted = tuple(name for name, value in zip(self.names, given, strict=True) if value.requires_grad)
-        made = _Function.apply(self.graph, wanted, self.names, *given)  # type: ignore[no-untyped-call]
+        made = _Function.apply(self._gradient(given, wanted), self.names, len(self.outputs), wanted, *given)  # type: ignore[no-untyped-call]
         return list(made) if isinstance(made, tuple) else [made]
+
+    def _gradient(self, given: list[Tensor], wanted: tuple[str, ...]) -> Gradient:
+        """The gradient for tensors of these sizes."""
+        from .gradient import differentiate
+
+        key = wanted, tuple([value.shape for value in given])
+        found = self._gradients.get(key)
+        if found is None:
+            flow = self.program([value.detach() for value in given]).source
+            with self.graph._lock:
+                found = self._gradients.setdefault(key, differentiate(self.graph, wanted, flow))
+        return found
 
     # -- timing -------------------------------------------------------------------------------------------------------
 
@@ -202,42 +216,53 @@ def _timed(call: Callable[[], Any], place: torch.device) -> float:
     """The median of a few calls, in seconds."""
     from ..bench.timing import race, race_cuda
 
-    timer = race_cuda if place.type == "cuda" else race
-    return timer([[call]], budget=0.1, least=3, most=50)[0].median
+    if place.type == "cuda":
+        return race_cuda([[call]], budget=0.1, least=3, most=50)[0].median
+    return race([call], budget=0.1, least=3, most=50)[0].median
 
 
 class _Function(torch.autograd.Function):
     """A graph and its gradient, for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, graph: Graph, wanted: tuple[str, ...], names: Sequence[str], *given: Tensor) -> Any:
-        gradient = graph.gradient(wanted)
-        forward = gradient.forward._runner
-        made = forward.program(given_for(forward, names, given)).run(given_for(forward, names, given))  # type: ignore[attr-defined]
-        count = len(graph.outputs)
-        ctx.gradient, ctx.names, ctx.count = gradient, names, count
-        ctx.wanted = wanted
-        ctx.save_for_backward(*given, *made)
-        ctx.set_materialize_grads(True)
+    def forward(
+        ctx: Any, gradient: Gradient, names: Sequence[str], count: int, wanted: tuple[str, ...], *given: Tensor
+    ) -> Any:
+        from .gradient import has_gradient
+
+        caller = gradient.forward._runner
+        known = dict(zip(names, given, strict=True))
+        inputs = [known[name] for name in caller.names]
+        made = caller.program(inputs).run(inputs)
+        ctx.gradient, ctx.names, ctx.count, ctx.wanted = gradient, names, count, wanted
         outs = tuple(made[:count])
-        ctx.mark_non_differentiable(*(out for out in outs if not out.is_floating_point()))
+        # Values that are no outputs are kept as they are: nothing else can reach them.
+        ctx.hidden = tuple(made[count:])
+        tensors = gradient.forward.outputs[:count]
+        # Nothing else is kept: it would cost memory, and could not be written to, as running statistics are.
+        needed = set(gradient.graph._runner.names)
+        ctx.save_for_backward(
+            *(value if name in needed else None for name, value in zip(names, given, strict=True)),
+            *(out if tensor.name in needed else None for out, tensor in zip(outs, tensors, strict=True)),
+        )
+        ctx.mark_non_differentiable(
+            *(out for out, tensor in zip(outs, tensors, strict=True) if not has_gradient(tensor))
+        )
         return outs if count > 1 else outs[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *losses: Tensor) -> Any:
-        kept = ctx.saved_tensors
+        kept, gradient = ctx.saved_tensors, ctx.gradient
         given, made = kept[: len(ctx.names)], kept[len(ctx.names) :]
+        outputs = gradient.forward.outputs
         known = dict(zip(ctx.names, given, strict=True))
-        known |= dict(zip((t.name for t in ctx.gradient.forward.outputs), made, strict=True))
-        known |= {
-            f"d_{t.name}": loss for t, loss in zip(ctx.gradient.forward.outputs[: ctx.count], losses, strict=True)
-        }
-        backward = ctx.gradient.graph._runner
-        inputs = [_like(known[name], tensor) for name, tensor in zip(backward.names, backward.inputs, strict=True)]
-        found = backward.program(inputs).run(inputs)
-        by_name = {name[2:]: value for name, value in zip(backward.outputs, found, strict=True)}
-        return None, None, None, *(by_name.get(name) if name in ctx.wanted else None for name in ctx.names)
+        known |= dict(zip((t.name for t in outputs), (*made, *ctx.hidden), strict=True))
+        known |= {f"d_{t.name}": loss for t, loss in zip(outputs[: ctx.count], losses, strict=True)}
+        caller = gradient.graph._runner
+        inputs = [_like(known[name], tensor) for name, tensor in zip(caller.names, caller.inputs, strict=True)]
+        found = dict(zip(ctx.wanted, caller.program(inputs).run(inputs), strict=True))
+        return None, None, None, None, *(found.get(name) for name in ctx.names)
 
 
 def _like(value: Tensor, tensor: GraphTensor) -> Tensor:
@@ -246,9 +271,3 @@ def _like(value: Tensor, tensor: GraphTensor) -> Tensor:
         return value.contiguous(memory_format=torch.channels_last if tensor.layout == "nhwc" and value.dim() == 4
                                 else torch.contiguous_format)  # fmt: skip
     return value
-
-
-def given_for(caller: Any, names: Sequence[str], given: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors by name in the order of another graph's inputs."""
-    known = dict(zip(names, given, strict=True))
-    return [known[name] for name in caller.names]

@@ -49,6 +49,8 @@ def view_of(node: Node, value: Tensor) -> Tensor:
     """A reshape, transpose or slice: a view where that is possible."""
     if node.op == "reshape":
         return value.reshape(node.result.shape)
+    if node.op == "expand":
+        return value.expand(node.result.shape)
     if node.op == "transpose":
         return value.permute(node.attrs["permutation"])
     return value[_cut(node)]

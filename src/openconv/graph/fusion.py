@@ -2,8 +2,8 @@
 
 Three kinds of group grow around a node, as long as no kernel would have to wait for its own result:
 
-- a convolution or a matrix product takes the pointwise nodes behind it as its epilogue, statistics of its result, and the
-  pointwise nodes before its image as a prologue;
+- a convolution or a matrix product takes the pointwise nodes behind it as its epilogue, statistics of its result, and
+  the pointwise nodes before its image as a prologue;
 - pointwise nodes of one shape, and reductions of them, become one tree;
 - everything else is a step of its own, views a step without a kernel.
 
@@ -34,6 +34,8 @@ __all__ = ["Group", "Kernel", "dtype_bytes", "estimate", "fuse", "tree_seconds"]
 _FLOATS = ("f64", "f32", "f16", "bf16")
 _MOST_NODES = 96
 """Nodes of one expression: a value that is used twice is computed twice in a tree of nodes."""
+_MOST_INLINED = 4
+_CHEAP = frozenset({"add", "sub", "mul", "neg", "abs", "max", "min", "relu", "cast"})
 _MOST_TENSORS = 12
 """Pointers of a kernel, inputs and results together."""
 
@@ -111,7 +113,7 @@ class Kernel:
         return " + ".join(node.name for node in self.nodes)
 
 
-# -- predictions --------------------------------------------------------------------------------------------------------
+# -- predictions ------------------------------------------------------------------------------------------------------
 
 _estimates: dict[tuple[Problem, Device, Policy], float | None] = {}
 
@@ -142,7 +144,7 @@ def _bytes(value: GraphTensor) -> int:
     return value.size * dtype_bytes(value.dtype)
 
 
-# -- groups ---------------------------------------------------------------------------------------------------------------
+# -- groups -----------------------------------------------------------------------------------------------------------
 
 
 class _Fuser:
@@ -167,6 +169,9 @@ class _Fuser:
         for node in self.flow.nodes:
             if node not in self.group:
                 self._treed(node)
+        if self.wanted:
+            for group in [group for group in self.groups if group.kind == "tree"]:
+                self._dissolve(group)
         return [self._kernel(group) for group in self._ordered()]
 
     def _new(self, group: Group) -> Group:
@@ -307,7 +312,7 @@ class _Fuser:
         if made is None:
             group.kept.append(f"{last.name} is apart: results of several dtypes or layouts in one kernel")
             return False
-        problem, _, results = made
+        problem = made[0]
         together = estimate(problem, self.device, self.policy)
         if together is None:
             group.kept.append(f"{last.name} is apart: no engine computes '{problem.fusion}'")
@@ -346,7 +351,7 @@ class _Fuser:
         inside = set(nodes)
         results = [
             value for value in exprs
-            if value in self.outputs or any(user not in inside for user in self.users.get(value, ())) or value not in self.users
+            if self._stored(value, inside)
         ]  # fmt: skip
         if not results:
             results = [nodes[-1].result]
@@ -401,13 +406,17 @@ class _Fuser:
         anchor = group.anchor
         if anchor is None or anchor.image is None or anchor.image.node is None or anchor.matrix:
             return
-        image = anchor.image
-        if image in self.outputs or image.node in self.group or image.node.op not in POINTWISE:
+        image, maker = anchor.image, anchor.image.node
+        if image in self.outputs or maker in self.group or maker.op not in POINTWISE:
             return
         takers = [self.group.get(user) for user in self.users[image]]
         if any(
-            taker is None or taker.anchor is None or taker.anchor.image is not image or taker.prologue
-            for taker in takers
+            taker is None
+            or taker.anchor is None
+            or taker.anchor.node is not user
+            or taker.anchor.image is not image
+            or taker.prologue
+            for user, taker in zip(self.users[image], takers, strict=True)
         ):
             group.kept.append(f"{image.name} is no prologue: something else reads it, too")
             return
@@ -418,7 +427,8 @@ class _Fuser:
         nodes, source, prologue, _ = found
         total = -tree_seconds(_bytes(source) + _bytes(image), self.device)
         for taker in takers:
-            assert taker is not None and taker.anchor is not None
+            assert taker is not None
+            assert taker.anchor is not None
             if taker.anchor.second is image:
                 return
             made = self._problem(taker.anchor, taker.nodes)
@@ -539,6 +549,23 @@ class _Fuser:
         if axes is not None:
             found.axes = axes
 
+    def _dissolve(self, group: Group) -> None:
+        """Have a few cheap operations on vectors computed again at every place of the trees that read them: a kernel
+        of their own costs more."""
+        if group.axes is not None or len(group.nodes) > _MOST_INLINED or any(n.op not in _CHEAP for n in group.nodes):
+            return
+        members, readers = set(group.nodes), set()
+        for node in group.nodes:
+            if node.result in self.outputs:
+                return
+            readers |= {self.group[user] for user in self.users.get(node.result, ()) if user not in members}
+        size = prod(group.shape)
+        if any(reader.kind != "tree" or prod(reader.shape) < 16 * size for reader in readers) or not readers:
+            return
+        if not all(self._fits([*reader.nodes, *group.nodes]) for reader in readers):
+            return
+        group.kind = "inlined"
+
     def _reads_reduced(self, node: Node, group: Group) -> bool:
         reduced = {result for each in group.nodes if each.op in ("reduction", "genstats") for result in each.results}
         return any(arg in reduced for arg in node.tensors)
@@ -571,7 +598,7 @@ class _Fuser:
         users = self.users.get(value, ())
         return value in self.outputs or not users or any(user not in members for user in users)
 
-    # -- kernels --------------------------------------------------------------------------------------------------------
+    # -- kernels ------------------------------------------------------------------------------------------------------
 
     def _kernel(self, group: Group) -> Kernel:
         if group.anchor is not None:
@@ -605,6 +632,8 @@ class _Fuser:
         if group.stats is not None:
             problem = problem.with_(stats=True)
             results = [*results, *group.stats.results]
+            if len(group.stats.results) == 1:  # a sum alone: the squares have a place, and no reader
+                results.append(GraphTensor(self.flow, group.stats.result.meta, ""))
         nodes = [*group.prologue, *group.nodes, *([group.stats] if group.stats else [])]
         kernel = Kernel("conv", nodes, [first, second, *vectors, *operands], results, problem, matrix=anchor.matrix)
         kernel.seconds = estimate(problem, self.device, self.policy) or 0.0
@@ -624,6 +653,11 @@ class _Fuser:
         exprs: dict[GraphTensor, Expr] = {}
 
         def outside(value: GraphTensor) -> Expr:
+            node = value.node
+            if node is not None and self.group[node].kind == "inlined":
+                if value not in exprs:
+                    exprs[value] = _expr(node, exprs, outside)
+                return exprs[value]
             return leaf(inputs.setdefault(value, len(inputs)))
 
         results: list[tuple[GraphTensor, Expr]] = []
@@ -646,8 +680,8 @@ class _Fuser:
             tuple(reduction for _, reduction in reduced),
         )  # fmt: skip
         kernel = Kernel(
-            "tree", group.nodes, list(inputs), [value for value, _ in (*results, *reduced)], tree=tree, shape=group.shape,
-            axes=group.axes or (), notes=list(dict.fromkeys(group.kept)),
+            "tree", group.nodes, list(inputs), [value for value, _ in (*results, *reduced)], tree=tree,
+            shape=group.shape, axes=group.axes or (), notes=list(dict.fromkeys(group.kept)),
         )  # fmt: skip
         kernel.seconds = tree_seconds(sum(map(_bytes, [*kernel.inputs, *kernel.results])), self.device)
         return kernel

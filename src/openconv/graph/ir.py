@@ -1,9 +1,9 @@
 """The graph as data: tensors, nodes, and the flow that holds them.
 
-A :class:`Flow` is a list of nodes in an order in which they can be computed. A node has an operation, arguments (tensors
-or numbers), attributes and results; shapes and dtypes of results follow from those of the arguments when a node is
-added (:mod:`.operations`). Whatever changes a graph, a rewrite, a gradient or another batch size, makes a new flow from
-an old one node by node: :meth:`Flow.copy`.
+A :class:`Flow` is a list of nodes in an order in which they can be computed. A node has an operation, arguments
+(tensors or numbers), attributes and results; shapes and dtypes of results follow from those of the arguments when a
+node is added (:mod:`.operations`). Whatever changes a graph, a rewrite, a gradient or another batch size, makes a new
+flow from an old one node by node: :meth:`Flow.copy`.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ class GraphTensor:
     def meta(self) -> Meta:
         """Shape, dtype and layout."""
         return Meta(self.shape, self.dtype, self.layout)
+
+    def meta_is(self, other: GraphTensor) -> bool:
+        """Whether shape, dtype and layout are those of another one."""
+        return self.shape == other.shape and self.dtype == other.dtype and self.layout == other.layout
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -201,6 +205,8 @@ class Flow:
         self.marked: list[GraphTensor] = []
         self.builder: Callable[..., Any] = self.add
         self.changed: Callable[[], None] = lambda: None
+        self.reserved: set[str] = set()
+        """Names that are not given to nodes by themselves: of tensors that may come from another flow."""
         self._names: dict[str, GraphTensor] = {}
         self._node_names: dict[str, int] = {}
 
@@ -247,7 +253,7 @@ class Flow:
             count = self._node_names.get(stem, 0)
             self._node_names[stem] = count + 1
             name = stem if count == 0 and stem not in ("input", "constant") else f"{stem}_{count}"
-            if name not in self._names:
+            if name not in self._names and name not in self.reserved:
                 return name
 
     @property
@@ -272,15 +278,16 @@ class Flow:
         from .operations import infer
 
         node = Node(op, args, attrs, name or self._free(op))
-        metas = infer(node)
-        node.results = tuple(
-            GraphTensor(self, meta, "", node, at) for at, meta in enumerate(metas)
-        )  # fmt: skip
+        self._append(node, infer(node), name is None)
+        return node.results if len(node.results) > 1 else node.result
+
+    def _append(self, node: Node, metas: Sequence[Meta], unnamed: bool) -> None:
+        node.results = tuple([GraphTensor(self, meta, "", node, at) for at, meta in enumerate(metas)])
         for at, result in enumerate(node.results):
             wanted = node.name if at == 0 else f"{node.name}.{at}"
-            self.rename(result, wanted if wanted not in self._names else self._free(wanted))
+            taken = wanted in self._names or (unnamed and wanted in self.reserved)
+            self.rename(result, self._free(wanted) if taken else wanted)
         self.nodes.append(node)
-        return node.results if len(node.results) > 1 else node.result
 
     # -- from old to new ------------------------------------------------------------------------------------------
 
@@ -305,8 +312,7 @@ class Flow:
                 continue
             args = [place[arg] if isinstance(arg, GraphTensor) else arg for arg in node.args]
             results = rule(new, node, args) if rule else None
-            if results is None:
-                results = new.again(node, args)
+            results = new.again(node, args) if results is None else new._as_set(node, results)
             for old, made in zip(node.results, results, strict=True):
                 place[old] = made
                 if made.node is not None and made.name != old.name and new.named(old.name) is None:
@@ -314,11 +320,29 @@ class Flow:
         new.marked = [place[tensor] for tensor in self.outputs]
         return new, place
 
+    def _as_set(self, node: Node, results: Sequence[GraphTensor]) -> list[GraphTensor]:
+        """What a rule made of a node, in the dtypes and layouts that were set of its results."""
+        found = list(results)
+        for at, dtype in node.stored.items():
+            if found[at].dtype != dtype:
+                found[at] = self.add("cast", found[at], dtype=dtype)
+        for at, layout in node.layouts.items():
+            if found[at].layout != layout:
+                found[at] = self.add("identity", found[at])
+                found[at].layout = layout
+                self.nodes[-1].layouts[0] = layout
+        return found
+
     def again(self, node: Node, args: Sequence[Any]) -> tuple[GraphTensor, ...]:
         """A node of another flow, with arguments of this one."""
-        self.add(node.op, *args, name=node.name, **node.attrs)
-        made = self.nodes[-1]
-        made.stored, made.layouts = dict(node.stored), dict(node.layouts)
+        from .operations import infer
+
+        made = Node(node.op, tuple(args), dict(node.attrs), node.name, (), dict(node.stored), dict(node.layouts))
+        known = all(
+            new is old or (isinstance(new, GraphTensor) and isinstance(old, GraphTensor) and new.meta_is(old))
+            for new, old in zip(args, node.args, strict=True)
+        )
+        self._append(made, [result.meta for result in node.results] if known else infer(made), False)
         for at, dtype in made.stored.items():
             made.results[at].dtype = dtype
         for at, layout in made.layouts.items():

@@ -7,7 +7,7 @@ was wanted: ``conv_fprop_1: image has 64 channels and weight (128, 32, 3, 3) tak
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
+from math import isnan, prod
 from typing import Any
 
 import torch
@@ -32,14 +32,14 @@ __all__ = [
 ]
 
 POINTWISE = frozenset(OPS) | {"cast", "identity"}
-VIEWS = frozenset({"reshape", "transpose", "slice"})
+VIEWS = frozenset({"reshape", "transpose", "slice", "expand"})
 
 _NAMES = {**NAMES, torch.bool: "bool"}
 _FLOATS = ("f64", "f32", "f16", "bf16")
 _BOOLEAN = frozenset(op for op in OPS if op.startswith(("cmp_", "logical_")))
 # Those that have whole numbers for results where they are given such.
-_WHOLE = frozenset({"add", "sub", "mul", "max", "min", "neg", "abs", "mod", "relu", "clamp", "sign", "add_square", "ceil",
-                    "floor", "select", "relu_backward", "clamp_backward"})  # fmt: skip
+_WHOLE = frozenset({"add", "sub", "mul", "max", "min", "neg", "abs", "mod", "relu", "clamp", "sign", "add_square",
+                    "ceil", "floor", "select", "relu_backward", "clamp_backward"})  # fmt: skip
 
 
 def check_dtype(dtype: Any, where: str) -> str:
@@ -164,8 +164,8 @@ def _dgrad_sizes(
     spatial = tuple(least) if wanted is None else per_axis(node.name, "output_size", wanted, len(taps), 1)
     for axis, (size, low, step) in enumerate(zip(spatial, least, stride, strict=True)):
         if not low <= size < low + step:
-            raise _fail(node, f"output_size is {spatial}; a loss of {loss.shape[2:]} comes from {low} to {low + step - 1} "
-                              f"on axis {axis}")  # fmt: skip
+            seen = f"output_size is {spatial}; a loss of {loss.shape[2:]} comes"
+            raise _fail(node, f"{seen} from {low} to {low + step - 1} on axis {axis}")
     return {"n": loss.shape[0], "c": weight.shape[1] * groups, "k": weight.shape[0], "spatial": spatial, "filter": taps}
 
 
@@ -191,8 +191,8 @@ def _wgrad_sizes(
         taps.append(fits[0])
         made = output_size(image.shape[2 + axis], taps[-1], stride[axis], low, high, dilation[axis])
         if made != loss.shape[2 + axis]:
-            raise _fail(node, f"filter_size is {wanted}; on axis {axis} it makes {made} of {image.shape[2 + axis]}, and "
-                              f"loss has {loss.shape[2 + axis]}")  # fmt: skip
+            seen = f"on axis {axis} it makes {made} of {image.shape[2 + axis]}"
+            raise _fail(node, f"filter_size is {wanted}; {seen}, and loss has {loss.shape[2 + axis]}")
     return {"n": image.shape[0], "c": image.shape[1], "k": loss.shape[1], "spatial": image.shape[2:], "filter": taps}
 
 
@@ -215,8 +215,8 @@ def _matmul(node: Node) -> list[Meta]:
     if a.dim() < 2 or b.dim() < 2:
         raise _fail(node, f"a is {a.shape} and b {b.shape}; wanted two axes or more of both")
     if a.shape[-1] != b.shape[-2]:
-        raise _fail(node, f"a is {a.shape} and b {b.shape}; wanted the last of a, {a.shape[-1]}, to be the last but one "
-                          f"of b, {b.shape[-2]}")  # fmt: skip
+        wanted = f"the last of a, {a.shape[-1]}, to be the last but one of b, {b.shape[-2]}"
+        raise _fail(node, f"a is {a.shape} and b {b.shape}; wanted {wanted}")
     if a.dtype != b.dtype:
         raise _fail(node, f"a is {a.dtype} and b {b.dtype}; wanted one dtype: cast one of them")
     batch = _broadcast(node, [a.shape[:-2], b.shape[:-2]])
@@ -227,6 +227,9 @@ def _matmul(node: Node) -> list[Meta]:
 
 
 def _broadcast(node: Node, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    first = tuple(shapes[0])
+    if all(tuple(shape) == first for shape in shapes[1:]):
+        return first
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
@@ -241,6 +244,8 @@ def _pointwise(node: Node) -> list[Meta]:
     for at, arg in enumerate(node.args):
         if not isinstance(arg, GraphTensor) and (not isinstance(arg, int | float) or isinstance(arg, bool)):
             raise _fail(node, f"argument {at} is {arg!r}; wanted a tensor or a number", TypeError)
+        if isinstance(arg, float) and isnan(arg):
+            raise _fail(node, f"argument {at} is nan; wanted a number or an infinity, or a constant tensor", ValueError)
     tensors = node.tensors
     if not tensors:
         raise _fail(node, "all arguments are numbers; wanted a tensor among them", TypeError)
@@ -250,7 +255,7 @@ def _pointwise(node: Node) -> list[Meta]:
     typed = (
         tensors[1:] if node.op == "select" and len(tensors) > 1 and isinstance(node.args[0], GraphTensor) else tensors
     )
-    dtype = promote(*(t.dtype for t in typed))
+    dtype = _promoted(node, typed)
     whole = dtype not in _FLOATS
     if whole and (node.op not in _WHOLE or any(isinstance(arg, float) for arg in node.args)):
         dtype = "f32"
@@ -259,13 +264,29 @@ def _pointwise(node: Node) -> list[Meta]:
     return [Meta(shape, node.attrs.get("dtype") or dtype, _layout(shape, tensors))]
 
 
+def _promoted(node: Node, tensors: Sequence[GraphTensor]) -> str:
+    for each in tensors:
+        _real(node, each)
+    try:
+        return promote(*(t.dtype for t in tensors))
+    except RuntimeError:
+        names = ", ".join(dict.fromkeys(t.dtype for t in tensors))
+        raise _fail(node, f"arguments are {names}, which torch does not mix; wanted one dtype: cast some") from None
+
+
+def _real(node: Node, value: GraphTensor) -> GraphTensor:
+    if value.dtype.startswith("complex"):
+        raise _fail(node, f"{value.name} is {value.dtype}; wanted real numbers", TypeError)
+    return value
+
+
 def _layout(shape: tuple[int, ...], tensors: Sequence[GraphTensor]) -> str:
     full = [t for t in tensors if t.shape == shape]
     return full[0].layout if full else "nchw"
 
 
 def _cast(node: Node) -> list[Meta]:
-    value = _tensor(node, 0, "input")
+    value = _real(node, _tensor(node, 0, "input"))
     return [Meta(value.shape, check_dtype(node.attrs["dtype"], node.name), value.layout)]
 
 
@@ -323,8 +344,8 @@ def _batchnorm_inference(node: Node) -> list[Meta]:
 
 def _batchnorm(node: Node) -> list[Meta]:
     x = _image(node, 0, "input")
-    vectors = [_vector(node, at, name, x) for at, name in enumerate(("scale", "bias", "running_mean", "running_variance"), 1)
-               if at < len(node.args)]  # fmt: skip
+    names = ("scale", "bias", "running_mean", "running_variance")[: len(node.args) - 1]
+    vectors = [_vector(node, at, name, x) for at, name in enumerate(names, 1)]
     if x.size // max(x.shape[1], 1) < 2 and x.size:
         raise _fail(node, f"input has shape {x.shape}; wanted more than one value per channel when training")
     shape = vectors[0].shape
@@ -345,7 +366,7 @@ def _genstats(node: Node) -> list[Meta]:
 
 
 def _reduction(node: Node) -> list[Meta]:
-    value = _tensor(node, 0, "input")
+    value = _real(node, _tensor(node, 0, "input"))
     mode, axes = node.attrs["mode"], node.attrs["axes"]
     if mode not in MODES:
         raise _fail(node, f"mode is {mode!r}; wanted one of {', '.join(MODES)}", ValueError)
@@ -435,16 +456,24 @@ def _slice(node: Node) -> list[Meta]:
     for axis, (start, limit, step) in enumerate(zip(starts, limits, steps, strict=True)):
         limit = value.shape[axis] if limit is None else limit
         if not 0 <= start <= limit <= value.shape[axis] or step < 1:
-            raise _fail(node, f"axis {axis} is cut from {start} to {limit} in steps of {step}; wanted 0 <= start <= limit "
-                              f"<= {value.shape[axis]} and a step of at least 1")  # fmt: skip
+            wanted = f"0 <= start <= limit <= {value.shape[axis]} and a step of at least 1"
+            raise _fail(node, f"axis {axis} is cut from {start} to {limit} in steps of {step}; wanted {wanted}")
         shape.append(-(-(limit - start) // step))
     return [Meta(tuple(shape), value.dtype, value.layout)]
 
 
 def _unslice(node: Node) -> list[Meta]:
-    """The gradient of a slice: zeros of ``like``'s shape around the values."""
-    like = _tensor(node, 1, "like")
-    return [Meta(like.shape, _tensor(node, 0, "input").dtype, like.layout)]
+    """The gradient of a slice: zeros of a shape around the values."""
+    value = _tensor(node, 0, "input")
+    return [Meta(tuple(node.attrs["shape"]), value.dtype, value.layout)]
+
+
+def _expand(node: Node) -> list[Meta]:
+    value = _tensor(node, 0, "input")
+    shape = tuple(node.attrs["shape"])
+    if _broadcast(node, [value.shape, shape]) != shape:
+        raise _fail(node, f"shape is {shape}; input {value.shape} does not broadcast to it")
+    return [Meta(shape, value.dtype)]
 
 
 def _concatenate(node: Node) -> list[Meta]:
@@ -463,7 +492,7 @@ def _concatenate(node: Node) -> list[Meta]:
                 node, f"input {at} has shape {value.shape}; wanted that of the first, {first}, but for axis {axis}"
             )
     shape = (*first[:axis], sum(v.shape[axis] for v in values), *first[axis + 1 :])
-    return [Meta(shape, promote(*(v.dtype for v in values)), values[0].layout)]
+    return [Meta(shape, _promoted(node, values), values[0].layout)]
 
 
 _RULES: dict[str, Callable[[Node], list[Meta]]] = {
@@ -471,5 +500,6 @@ _RULES: dict[str, Callable[[Node], list[Meta]]] = {
     "matmul": _matmul, "cast": _cast, "identity": _identity, "gen_index": _gen_index,
     "batchnorm_inference": _batchnorm_inference, "batchnorm": _batchnorm, "batchnorm_backward": _batchnorm_backward,
     "genstats": _genstats, "reduction": _reduction, "resample": _resample, "resample_backward": _resample_backward,
-    "reshape": _reshape, "transpose": _transpose, "slice": _slice, "unslice": _unslice, "concatenate": _concatenate,
+    "reshape": _reshape, "transpose": _transpose, "slice": _slice, "unslice": _unslice, "expand": _expand,
+    "concatenate": _concatenate,
 }  # fmt: skip

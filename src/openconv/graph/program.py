@@ -1,14 +1,14 @@
 """Program: a graph for one device and one set of sizes, compiled: steps that run on a list of tensors.
 
-A tensor of the flow has a slot in that list. A step reads slots and fills others, for which it allocates a tensor unless
-one is there: outputs that the caller gave, or pieces of the caller's workspace. A slot is emptied behind its last use, so
-that torch's allocator can hand the memory on.
+A tensor of the flow has a slot in that list. A step reads slots and fills others, for which it allocates a tensor
+unless one is there: outputs that the caller gave, or pieces of the caller's workspace. A slot is emptied behind its
+last use, so that torch's allocator can hand the memory on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,8 @@ class Step:
     workspace: int | None = None
     workspace_bytes: int = 0
     drop: tuple[int, ...] = ()
+    reads: list[GraphTensor] = field(default_factory=list)
+    """What it is given: the kernel's inputs, or what these are views of."""
 
 
 def signature(values: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -153,7 +155,19 @@ class Program:
             steps += self._steps_of(kernel, self.choices.get(at))
         for at, tensor in enumerate(self.outputs):
             steps += self._apart(tensor, at)
-        self._finish(steps)
+        self._finish(self._wanted(steps))
+
+    def _wanted(self, steps: list[Step]) -> list[Step]:
+        """Without views that nothing reads."""
+        for step in steps:
+            step.reads = step.reads or step.kernel.inputs
+        read = {tensor for step in steps for tensor in step.reads if step.engine != "view"} | set(self.outputs)
+        kept = []
+        for step in reversed(steps):
+            if step.engine != "view" or step.kernel.results[0] in read:
+                read |= set(step.reads)
+                kept.append(step)
+        return kept[::-1]
 
     def _slot(self, tensor: GraphTensor, strides: tuple[int, ...]) -> int:
         self._strides[tensor] = strides
@@ -218,18 +232,36 @@ class Program:
             plan = plan_for(problem, self.device, self.policy)
         else:
             plan = make_plan(problem, self.device, self.policy, candidate)
-        vectors = len(problem.prologue.operands)
-        prepare = self._prepared(kernel, problem, vectors)
-        slots = [self._slots[tensor] for tensor in kernel.inputs]
+        reads = self._read(kernel, problem)
+        prepare = self._prepared(kernel, problem, reads)
+        slots = [self._slots[tensor] for tensor in reads]
+        for at, (tensor, form) in enumerate(zip(reads, prepare, strict=True)):
+            if form is not None and tensor.value is not None:  # a constant is brought into its form once
+                slots[at], prepare[at] = self._held(form(tensor.value.to(self.place))), None
         makers = [self._maker(tensor) for tensor in kernel.results]
         outs = [self._slots[tensor] for tensor in kernel.results]
         size = plan.candidate.workspace if plan.candidate else 0
         engine = plan.candidate.engine.name if plan.candidate else "zeros"
-        if plan.into is None or (kernel.matrix and plan.into is None):
-            return [Step(kernel, _calling(plan, kernel, prepare, slots, outs, makers, problem), engine, plan)]
+        if plan.into is None:
+            return [Step(kernel, _calling(plan, kernel, prepare, slots, outs, makers), engine, plan, reads=reads)]
         workspace, scratch = self._scratch(size)
-        run = _filling(plan.into, kernel, prepare, slots, outs, makers, problem, workspace, scratch)
-        return [Step(kernel, run, engine, plan, workspace, size)]
+        run = _filling(plan.into, kernel, prepare, slots, outs, makers, workspace, scratch)
+        return [Step(kernel, run, engine, plan, workspace, size, reads=reads)]
+
+    def _read(self, kernel: Kernel, problem: Problem) -> list[GraphTensor]:
+        """The inputs of a convolution; a vector that was reshaped, as it was before."""
+        kinds = ["", "", *("channel" for _ in problem.prologue.operands), *(o.kind for o in problem.epilogue.operands)]
+        starts = [self._started(tensor) for tensor in kernel.inputs]
+        return [
+            start if kind == "channel" and start.shape == (tensor.size,) else tensor
+            for tensor, start, kind in zip(kernel.inputs, starts, kinds, strict=True)
+        ]
+
+    def _held(self, value: Tensor) -> int:
+        """A slot of its own for a value that is always there."""
+        slot = self._new()
+        self._constants.append((slot, value))
+        return slot
 
     def _candidate(self, problem: Problem, choice: tuple[str, str] | None) -> Candidate | None:
         if choice is None:
@@ -240,18 +272,22 @@ class Program:
                 return candidate
         raise RuntimeError(f"'{problem}': no engine {choice[0]} has the knobs {choice[1]} on {self.device.name}")
 
-    def _prepared(self, kernel: Kernel, problem: Problem, vectors: int) -> list[Callable[[Tensor], Tensor] | None]:
+    def _prepared(
+        self, kernel: Kernel, problem: Problem, reads: Sequence[GraphTensor]
+    ) -> list[Callable[[Tensor], Tensor] | None]:
         """What brings each input into the form that the problem says, None where it has it."""
         first, second = problem.inputs
+        vectors = len(problem.prologue.operands)
         wide = torch.float64 if problem.dtypes[0] == "f64" else torch.float32
         forms: list[tuple[str, torch.dtype | None]] = [(problem.layouts[first], None), (problem.layouts[second], None)]
         forms += [("nchw", wide)] * vectors
         result, dtype = problem.layouts[problem.result], ALL_DTYPES[problem.result_dtype]
         for operand in problem.epilogue.operands:
             forms.append((result if operand.kind == "tensor" and not kernel.matrix else "nchw", dtype))
+        flat = [False, False, *(True for _ in range(vectors)), *(o.kind != "tensor" for o in problem.epilogue.operands)]
         return [
-            self._form(tensor, layout, wanted, _matrix_view(kernel, at, vectors))
-            for at, (tensor, (layout, wanted)) in enumerate(zip(kernel.inputs, forms, strict=True))
+            self._form(tensor, layout, wanted, _flat_view(tensor) if one else _matrix_view(kernel, at))
+            for at, (tensor, (layout, wanted), one) in enumerate(zip(reads, forms, flat, strict=True))
         ]
 
     def _form(
@@ -262,8 +298,6 @@ class Program:
         cast = dtype is not None and ALL_DTYPES[tensor.dtype] is not dtype
         if dense and not cast:
             return view
-        if tensor.value is not None and view is None:  # a constant is made once
-            return self._once(tensor, layout, dtype)
         form = _memory_format(tensor.dim(), layout)
 
         def bring(value: Tensor) -> Tensor:
@@ -273,20 +307,14 @@ class Program:
 
         return bring
 
-    def _once(self, tensor: GraphTensor, layout: str, dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
-        assert tensor.value is not None
-        value = tensor.value.to(self.place, dtype or tensor.value.dtype)
-        value = value.contiguous(memory_format=_memory_format(value.dim(), layout))
-        return lambda _: value
-
-    # -- trees ----------------------------------------------------------------------------------------------------------
+    # -- trees --------------------------------------------------------------------------------------------------------
 
     def _tree_step(self, kernel: Kernel) -> Step:
         tree = kernel.tree
         assert tree is not None
-        ins = [self._slots[tensor] for tensor in kernel.inputs]
         makers = [self._maker(tensor) for tensor in kernel.results]
         outs = [self._slots[tensor] for tensor in kernel.results]
+        ins = [self._slots[tensor] for tensor in kernel.inputs]
         empty = 0 in kernel.shape
         if not isinstance(self.device, CudaDevice) or empty or not kernel.inputs:
             results, axes, shape = kernel.results, kernel.axes, kernel.shape
@@ -305,6 +333,9 @@ class Program:
         count = len(tree.results)
         places = [_spread(tensor.shape, self._strides[tensor], kernel.shape) for tensor in kernel.results[:count]]
         made = TreeKernel(tree, self.device, kernel.shape, strides, places, kernel.axes)
+        # A kernel knows an input by its address and strides: a view that starts where its origin does is not made.
+        reads = [self._started(tensor) for tensor in kernel.inputs]
+        ins = [self._slots[tensor] for tensor in reads]
         slow: list[TreeKernel] = []
         device, lock = self.device, self.graph._lock
         size = made.workspace_bytes
@@ -331,9 +362,9 @@ class Program:
                     room = held.data_ptr()
             kernel_(given, filled[:count], filled[count:], room)
 
-        return Step(kernel, run, "cuda.tree", None, workspace, size)
+        return Step(kernel, run, "cuda.tree", None, workspace, size, reads=reads)
 
-    # -- the rest -------------------------------------------------------------------------------------------------------
+    # -- the rest -----------------------------------------------------------------------------------------------------
 
     def _view_step(self, kernel: Kernel) -> Step:
         node = kernel.nodes[0]
@@ -359,13 +390,12 @@ class Program:
 
     def _torch_step(self, kernel: Kernel) -> Step:
         node = kernel.nodes[0]
-        ins = [self._slots[arg] if isinstance(arg, GraphTensor) else arg for arg in node.args]
-        tensors = [isinstance(arg, GraphTensor) for arg in node.args]
+        ins = [(self._slots[arg], None) if isinstance(arg, GraphTensor) else (-1, arg) for arg in node.args]
         makers = [self._maker(tensor) for tensor in node.results]
         outs = [self._slots[tensor] for tensor in node.results]
 
         def run(values: Values) -> None:
-            given = [values[slot] if held else slot for slot, held in zip(ins, tensors, strict=True)]
+            given = [values[slot] if slot >= 0 else number for slot, number in ins]
             for slot, value, make in zip(outs, compute(node, given), makers, strict=True):
                 _put(values, slot, value, make, [v for v in given if isinstance(v, Tensor)])
 
@@ -374,7 +404,7 @@ class Program:
         )
 
     def _apart(self, tensor: GraphTensor, at: int) -> list[Step]:
-        """An output that is an input, a constant, a view of one, or another output is copied: it is the caller's own."""
+        """An output that is an input, a constant, a view of one, or another output is copied: it is the caller's."""
         origin = self._origin(tensor)
         others = [other for other in self.outputs if other is not tensor]
         if origin is not tensor:
@@ -395,12 +425,20 @@ class Program:
 
         return [Step(Kernel("copy", [], [tensor], [copied]), copy, "torch")]
 
+    def _started(self, tensor: GraphTensor) -> GraphTensor:
+        """What a view is of, as far as both start at one address."""
+        while tensor.node is not None and tensor.node.op in VIEWS and self._is_view[tensor.node]:
+            if tensor.node.op == "slice" and any(tensor.node.attrs["starts"]):
+                break
+            tensor = tensor.node.tensors[0]
+        return tensor
+
     def _origin(self, tensor: GraphTensor) -> GraphTensor:
         while tensor.node is not None and tensor.node.op in VIEWS and self._is_view[tensor.node]:
             tensor = tensor.node.tensors[0]
         return tensor
 
-    # -- memory -----------------------------------------------------------------------------------------------------------
+    # -- memory -------------------------------------------------------------------------------------------------------
 
     def _finish(self, steps: list[Step]) -> None:
         """Where each tensor's life ends, and where in a workspace it lives."""
@@ -412,7 +450,7 @@ class Program:
         last: dict[int, int] = {}
         born: dict[int, tuple[int, int, GraphTensor | None]] = {}
         for at, step in enumerate(steps):
-            for tensor in step.kernel.inputs:
+            for tensor in step.reads:
                 slot = self._slots[tensor]
                 last[slot] = at
                 last[roots.get(slot, slot)] = at
@@ -451,7 +489,7 @@ class Program:
             return self.__dict__[name]
         raise AttributeError(name)
 
-    # -- running ----------------------------------------------------------------------------------------------------------
+    # -- running ------------------------------------------------------------------------------------------------------
 
     def run(
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None] | None = None, workspace: Tensor | None = None
@@ -488,8 +526,8 @@ class Program:
                 continue
             name = self.graph.outputs[at].name
             if tuple(tensor.shape) != shape or tensor.dtype is not dtype or tensor.device != self.place:
-                raise RuntimeError(f"out: {name!r} is given {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; wanted "
-                                   f"{dtype} {shape} on {self.place}")  # fmt: skip
+                seen = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+                raise RuntimeError(f"out: {name!r} is given {seen}; wanted {dtype} {shape} on {self.place}")
             own = at not in self._viewed and tensor.untyped_storage().data_ptr() not in taken
             if own and tuple(tensor.stride()) == strides:
                 values[self._output_slots[at]] = tensor
@@ -501,8 +539,8 @@ class Program:
     def _spread_over(self, values: Values, workspace: Tensor) -> None:
         have = workspace.numel() * workspace.element_size()
         if not workspace.is_contiguous() or workspace.device != self.place or have < self.workspace_bytes:
-            raise RuntimeError(f"workspace has {have} bytes on {workspace.device}; wanted {self.workspace_bytes} in one piece "
-                               f"on {self.place}")  # fmt: skip
+            wanted = f"{self.workspace_bytes} in one piece on {self.place}"
+            raise RuntimeError(f"workspace has {have} bytes on {workspace.device}; wanted {wanted}")
         flat = workspace.view(torch.uint8).view(-1)
         start = -flat.data_ptr() % 16
         if start and have < self.workspace_bytes + start:
@@ -515,7 +553,7 @@ class Program:
                 )
             values[slot] = piece
 
-    # -- plans ------------------------------------------------------------------------------------------------------------
+    # -- plans --------------------------------------------------------------------------------------------------------
 
     @property
     def seconds(self) -> float:
@@ -578,8 +616,10 @@ class Program:
         if self.fused and any(len(kernel.nodes) > 1 for kernel in self.kernels):
             apart = fuse(self.flow, self.device, self.policy, False)
             real = [kernel for kernel in apart if kernel.kind != "view"]
-            found.append(GraphPlan(len(found), [k.kind for k in real], [{} for _ in real], sum(k.seconds for k in apart), 0,
-                                   f"without fusion: {len(real)} kernels", None, (), False))  # fmt: skip
+            seconds, text = sum(kernel.seconds for kernel in apart), f"without fusion: {len(real)} kernels"
+            found.append(
+                GraphPlan(len(found), [k.kind for k in real], [{} for _ in real], seconds, 0, text, None, (), False)
+            )
         return found
 
     def choose(self, index: int) -> GraphPlan:
@@ -611,7 +651,7 @@ class Program:
         return {"fused": self.fused, "kernels": found}
 
 
-# -- helpers ----------------------------------------------------------------------------------------------------------------
+# -- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def _one_axis(shape: Sequence[int]) -> bool:
@@ -665,8 +705,8 @@ def _spread(shape: Sequence[int], strides: Sequence[int], common: Sequence[int])
 
 
 def _placed(lives: dict[int, tuple[int, int, int]]) -> tuple[dict[int, tuple[int, int]], int]:
-    """An offset for each piece of memory that lives from one step to another, the largest first, each as low as it fits;
-    and the bytes of all."""
+    """An offset for each piece of memory that lives from one step to another, the largest first, each as low as it
+    fits; and the bytes of all."""
     placed: dict[int, tuple[int, int]] = {}
     total = 0
     for slot, (start, end, size) in sorted(lives.items(), key=lambda item: -item[1][2]):
@@ -685,7 +725,12 @@ def _placed(lives: dict[int, tuple[int, int, int]]) -> tuple[dict[int, tuple[int
     return placed, total
 
 
-def _matrix_view(kernel: Kernel, at: int, vectors: int) -> Callable[[Tensor], Tensor] | None:
+def _flat_view(tensor: GraphTensor) -> Callable[[Tensor], Tensor] | None:
+    """A vector (1, C, 1, ...) as (C,)."""
+    return None if tensor.dim() == 1 else (lambda value: value.view(-1))
+
+
+def _matrix_view(kernel: Kernel, at: int) -> Callable[[Tensor], Tensor] | None:
     """A matrix as the image of a 1x1 convolution whose pixels are its rows, its last axis the channels."""
     if not kernel.matrix:
         return None
@@ -693,8 +738,6 @@ def _matrix_view(kernel: Kernel, at: int, vectors: int) -> Callable[[Tensor], Te
     if at == 1:
         k, n = tensor.shape
         return lambda value: value.as_strided((k, n, 1, 1), (n, 1, n, n))
-    if tensor.size == 1 or (at > 1 and tensor.shape != kernel.results[0].shape):
-        return None
     return _rows_view(tensor.shape)
 
 
@@ -708,7 +751,7 @@ def _rows_view(shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
 
 def _filling(
     into: Callable[..., None], kernel: Kernel, prepare: Sequence[Any], slots: Sequence[int], outs: Sequence[int],
-    makers: Sequence[_Maker], problem: Problem, workspace: int | None, scratch: Callable[[], Tensor] | None,
+    makers: Sequence[_Maker], workspace: int | None, scratch: Callable[[], Tensor] | None,
 ) -> Callable[[Values], None]:  # fmt: skip
     """A convolution into tensors that are there or made now."""
     view = _rows_view(kernel.results[0].shape) if kernel.matrix else None
@@ -748,7 +791,7 @@ def _filling(
 
 def _calling(
     plan: Plan, kernel: Kernel, prepare: Sequence[Any], slots: Sequence[int], outs: Sequence[int],
-    makers: Sequence[_Maker], problem: Problem,
+    makers: Sequence[_Maker],
 ) -> Callable[[Values], None]:  # fmt: skip
     """A convolution that torch has a part in: what it gives is copied where a tensor is there."""
     shapes = [tensor.shape for tensor in kernel.results]
@@ -758,8 +801,7 @@ def _calling(
         given = [
             values[slot] if form is None else form(values[slot]) for slot, form in zip(slots, prepare, strict=True)
         ]
-        operands = [value.reshape(-1) if _is_vector(value) else value for value in given[2:]]
-        made = plan(given[0], given[1], operands)
+        made = plan(given[0], given[1], given[2:])
         for slot, value, shape, make in zip(
             outs, made if isinstance(made, tuple) else (made,), shapes, makers, strict=True
         ):
@@ -768,10 +810,6 @@ def _calling(
             _put(values, slot, value.reshape(shape), make)
 
     return run
-
-
-def _is_vector(value: Tensor) -> bool:
-    return value.dim() > 1 and _one_axis(value.shape) and value.shape[1] == value.numel()
 
 
 def _with_precision(flow: Flow, precision: str) -> Flow:

@@ -20,7 +20,7 @@ from .operations import VIEWS, channels_of, vector_shape
 __all__ = ["REWRITES", "expand", "rewrite"]
 
 REWRITES = {
-    "fold_batchnorm": "batchnorm_inference becomes a scale and a bias, of constants once; both go into constant weights",
+    "fold_batchnorm": "batchnorm_inference is a scale and a bias, of constants computed once, in constant weights",
     "fold_constants": "what follows from constants alone is computed when the graph is planned",
     "drop_casts": "a cast of a cast that lost nothing is one cast, and a cast to the same dtype none",
     "drop_moves": "reshapes of reshapes and transposes of transposes are one, those that change nothing none",
@@ -34,18 +34,28 @@ _BITS = {"f64": (53, 11), "f32": (24, 8), "f16": (11, 5), "bf16": (8, 8)}
 def rewrite(flow: Flow, chosen: tuple[str, ...]) -> tuple[Flow, list[str]]:
     """The flow after the chosen rewrites and :func:`expand`, and a sentence for each change."""
     notes: list[str] = []
+    given = flow
 
     def done(text: str) -> None:
         notes.append(text)
 
-    if "fold_batchnorm" in chosen:
+    def has(*ops: str) -> bool:
+        return any(node.op in ops for node in flow.nodes)
+
+    if "fold_batchnorm" in chosen and has("batchnorm_inference"):
         flow = _fold_batchnorm(flow, done)
     flow = expand(flow)
-    for name, rule in (("drop_casts", _drop_casts), ("drop_moves", _drop_moves), ("fold_constants", _fold_constants)):
-        if name in chosen:
-            flow = rule(flow, done)
+    if "drop_casts" in chosen and has("cast", "identity"):
+        flow = _drop_casts(flow, done)
+    if "drop_moves" in chosen and has("reshape", "transpose"):
+        flow = _drop_moves(flow, done)
+    if "fold_constants" in chosen and flow.constants:
+        flow = _fold_constants(flow, done)
     if "matmul_1x1" in chosen:
-        flow = _matmul_1x1(flow, done)
+        _matmul_1x1(flow, done)
+    for wanted, made in zip(given.outputs, flow.outputs, strict=True):
+        if made.layout != wanted.layout and made.node is not None and made.node.op not in VIEWS:
+            made.layout = made.node.layouts[made.index] = wanted.layout  # as told, whatever is left of the way to it
     return flow, notes
 
 
@@ -68,7 +78,7 @@ def _fold_batchnorm(flow: Flow, done: Callable[[str], None]) -> Flow:
     def rule(new: Flow, node: Node, args: list[Any]) -> Any:
         if node in folded:  # the convolution, with weights times the scale
             behind = folded[node]
-            scale, _ = _folded([arg.value for arg in behind.args[1:]])  # type: ignore[union-attr]
+            scale, _ = _folded([arg.value for arg in behind.tensors[1:] if arg.value is not None])
             weight = node.args[1].value  # type: ignore[union-attr]
             assert weight is not None
             wide = torch.promote_types(weight.dtype, torch.float32)
@@ -91,9 +101,11 @@ def _fold_batchnorm(flow: Flow, done: Callable[[str], None]) -> Flow:
         if all(arg.dtype == x.dtype for arg in args[1:]):
             return None  # four vectors of the result's dtype cost an epilogue next to nothing
         scale_, bias_, mean, inverse = (_shaped(new, arg, x) for arg in args[1:])
-        wide = "f64" if x.dtype == "f64" else "f32"
-        factor = new.add("mul", scale_, inverse, dtype=wide)
-        shift = new.add("sub", bias_, new.add("mul", mean, factor, dtype=wide), dtype=wide)
+        sums = "f64" if x.dtype == "f64" else "f32"
+        factor = new.add("mul", scale_, inverse, dtype=sums)
+        shift = new.add("sub", bias_, new.add("mul", mean, factor, dtype=sums), dtype=sums)
+        if x.dtype != sums:  # as an epilogue reads them
+            factor, shift = (new.add("cast", each, dtype=x.dtype) for each in (factor, shift))
         done(f"{node.name}: a scale and a bias, computed from its four vectors at each call")
         scaled = new.add("mul", x, factor, dtype=x.dtype)
         return (new.add("add", scaled, shift, name=node.name, dtype=x.dtype),)
@@ -137,7 +149,7 @@ def _shaped(new: Flow, vector: GraphTensor, x: GraphTensor) -> GraphTensor:
     return made
 
 
-# -- in simpler operations ----------------------------------------------------------------------------------------------
+# -- in simpler operations --------------------------------------------------------------------------------------------
 
 
 def expand(flow: Flow) -> Flow:
@@ -240,7 +252,7 @@ _EXPANSIONS: dict[str, _Rule] = {
 }  # fmt: skip
 
 
-# -- casts and moves ------------------------------------------------------------------------------------------------------
+# -- casts and moves --------------------------------------------------------------------------------------------------
 
 
 def _lossless(before: str, between: str) -> bool:
@@ -304,7 +316,7 @@ def _drop_moves(flow: Flow, done: Callable[[str], None]) -> Flow:
     return flow.copy(rule)[0]
 
 
-# -- constants ------------------------------------------------------------------------------------------------------------
+# -- constants --------------------------------------------------------------------------------------------------------
 
 
 def _fold_constants(flow: Flow, done: Callable[[str], None]) -> Flow:
@@ -334,20 +346,13 @@ def _large(node: Node) -> bool:
     )
 
 
-def _matmul_1x1(flow: Flow, done: Callable[[str], None]) -> Flow:
-    def rule(new: Flow, node: Node, args: list[Any]) -> Any:
+def _matmul_1x1(flow: Flow, done: Callable[[str], None]) -> None:
+    """The nodes of a flow that is ours are marked in place."""
+    for node in flow.nodes:
         if node.op != "conv_fprop":
-            return None
+            continue
         problem = node.attrs["problem"]
-        plain = all(v == 1 for v in (*problem.filter, *problem.stride, problem.groups)) and not any(
-            map(any, problem.padding)
-        )
-        if not plain or problem.is_empty:
-            return None
-        pixels = problem.gemm.m
-        done(f"{node.name}: a matrix product of {pixels} x {problem.c} by {problem.c} x {problem.k}")
-        made = new.again(node, args)
-        made[0].node.attrs["matmul"] = True  # type: ignore[union-attr]
-        return made
-
-    return flow.copy(rule)[0]
+        ones = all(v == 1 for v in (*problem.filter, *problem.stride, problem.groups))
+        if ones and not any(map(any, problem.padding)) and not problem.is_empty:
+            done(f"{node.name}: a matrix product of {problem.gemm.m} x {problem.c} by {problem.c} x {problem.k}")
+            node.attrs["matmul"] = True

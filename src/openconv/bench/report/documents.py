@@ -7,12 +7,14 @@ as it is. docs/results.md and the pages in docs/results are generated as a whole
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...cpu.memory import LARGE
 from ...files import write_atomic
+from ..graphs_results import FILE_NAME, GraphRecord, read_graphs
 from ..results import results_folder
+from .graphs import graph_details, graph_means
 from .runs import DIRECTION_ORDER, Run, grouped, load, problem_of
 from .tables import Ratios, baseline, choices, details, heuristic_loss, passes, summary
 
@@ -32,11 +34,13 @@ def render(root: Path | None = None) -> dict[Path, str]:
     from ...support import support_markdown
 
     root = root or results_folder().parents[1]
-    runs = load([root / "benchmarks" / "results"])
+    folder = root / "benchmarks" / "results"
+    runs = load([folder])
     readme = replace_part((root / "README.md").read_text(), "engines", support_markdown().rstrip())
     readme = replace_part(readme, "results", _short(runs))
-    pages = {root / "docs" / "results" / f"{run.name}.md": _machine_page(run) for run in runs}
-    return {root / "README.md": readme, root / "docs" / "results.md": _overview(runs), **pages}
+    graphs = {run.name: read_graphs(folder / run.name / FILE_NAME) for run in runs}
+    pages = {root / "docs" / "results" / f"{run.name}.md": _machine_page(run, graphs[run.name]) for run in runs}
+    return {root / "README.md": readme, root / "docs" / "results.md": _overview(runs, graphs), **pages}
 
 
 def write_documents(root: Path | None = None) -> dict[Path, bool]:
@@ -109,8 +113,8 @@ def _baseline_text(run: Run) -> str:
 # -- docs -------------------------------------------------------------------------------------------------------------
 
 
-def _overview(runs: Sequence[Run]) -> str:
-    """docs/results.md: for each machine the means, and how good the choices were."""
+def _overview(runs: Sequence[Run], graphs: Mapping[str, Sequence[GraphRecord]]) -> str:
+    """docs/results.md: for each machine the means, how good the choices were, and graphs where some are recorded."""
     explanation = (
         "Generated from `benchmarks/results` by `make docs`; `openconv report` makes plots and a page with filters of "
         "the same records. Ratios are the other library's time over ours, both in one process: above 1 openconv is "
@@ -124,6 +128,7 @@ def _overview(runs: Sequence[Run]) -> str:
             f"## {run.title}",
             f"Every layer, losses included: [{run.name}](results/{run.name}.md).",
             *_means(run),
+            *graph_means(graphs[run.name]),
         ]
     parts.append("```{toctree}\n:hidden:\n:glob:\n\nresults/*\n```")
     return "\n\n".join(parts) + "\n"
@@ -138,8 +143,8 @@ def _means(run: Run) -> list[str]:
     return [part for part in parts if part]
 
 
-def _machine_page(run: Run) -> str:
-    """docs/results/<folder>.md: every layer of every suite."""
+def _machine_page(run: Run, graphs: Sequence[GraphRecord]) -> str:
+    """docs/results/<folder>.md: every layer of every suite, and of every pattern of a graph."""
     explanation = (
         "`us` is the median time of the engine that openconv chose. For each peer: its time, and in brackets that time "
         "over ours, in bold where openconv is slower. `regret` is the time of the chosen engine over that of the "
@@ -150,4 +155,5 @@ def _machine_page(run: Run) -> str:
         for direction in sorted({problem_of(r).direction for r in records}, key=DIRECTION_ORDER.__getitem__):
             group = [r for r in records if problem_of(r).direction == direction]
             parts += [f"## {suite}, {direction}", details(run, group)]
+    parts += graph_details(graphs)
     return "\n\n".join(parts) + "\n"

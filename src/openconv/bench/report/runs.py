@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ...problem import DIRECTIONS, Problem
+from ..graphs_results import FILE_NAME as GRAPHS
 from ..results import Record, read, results_folder
 
 __all__ = ["DIRECTION_ORDER", "Run", "base_name", "grouped", "layer_family", "layer_kind", "load", "problem_of"]
@@ -129,8 +130,8 @@ def layer_kind(record: Record) -> str:
 def load(paths: Sequence[Path] = ()) -> list[Run]:
     """The runs of folders and files; of ``benchmarks/results`` of the checkout if none is named.
 
-    A folder holds records (``*.jsonl``), or folders that do. FileNotFoundError if a path is not there, ValueError if
-    there are no records in it or a line is damaged.
+    A folder holds records (``*.jsonl``, but for those of graphs), or folders that do. FileNotFoundError if a path is
+    not there, ValueError if there are no records in it or a line is damaged.
     """
     runs = [run for path in paths or [results_folder()] for run in _runs_at(path)]
     return _with_names_of_their_own(runs)
@@ -146,7 +147,7 @@ def _runs_at(path: Path) -> list[tuple[Path, Run]]:
         found = [
             (folder, Run(folder.resolve().name, [record for file in files for record in _checked(file)]))
             for folder in folders
-            if (files := sorted(folder.glob("*.jsonl")))
+            if (files := sorted(file for file in folder.glob("*.jsonl") if file.name != GRAPHS))
         ]
     found = [(where, run) for where, run in found if run.records]
     if not found:

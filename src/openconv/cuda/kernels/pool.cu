@@ -124,24 +124,23 @@ using State = StateOf<Traits::index, Traits::largest>::type;
 // All windows of a thread, unrolled.
 __device__ __forceinline__ void unrolled(State (&found)[L], const T* x, const Sizes& p, int d, int h, int w) {
     constexpr int TT = Traits::window_0, R = Traits::window_1, S = Traits::window_2, step = Traits::stride_1;
-    bool within[S];
-#pragma unroll
-    for (int s = 0; s < S; ++s) within[s] = inside(w + s, p.in[2]);
-    // More loads than registers are asked for row by row.
-    constexpr int height = (L - 1) * step + R, together = L > 1 || TT * height * S <= 27 ? 64 : 1;
-#pragma unroll together
+    // More loads than registers are asked for one plane, row or part of a row after the other.
+    constexpr int height = (L - 1) * step + R, most = 20;
+    constexpr int planes = TT * height * S <= most ? TT : 1, rows = L > 1 || height * S <= most ? height : 1;
+    constexpr int columns = S <= most ? S : 8;
+#pragma unroll planes
     for (int t = 0; t < TT; ++t) {
-#pragma unroll together
+#pragma unroll rows
         for (int j = 0; j < height; ++j) {
             const bool here = inside(d + t, p.in[0]) && inside(h + j, p.in[1]);
             const T* from = x + (((d + t) * p.in[1] + h + j) * p.in[2] + w) * p.channels;
             State row;
             row.clear(0);
-#pragma unroll
+#pragma unroll columns
             for (int s = 0; s < S; ++s) {
                 Vector<V> value;
                 value.fill(State::outside());
-                if (here && within[s]) value.load(from + s * p.channels);
+                if (here && inside(w + s, p.in[2])) value.load(from + s * p.channels);
                 row.take(value, s);
             }
 #pragma unroll
