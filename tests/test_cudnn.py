@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -793,9 +795,7 @@ def test_orders_given_before_the_end():
 def test_blocks():
     with cudnn.Graph() as outer:
         outer.relu(X).set_output(True)
-    with pytest.raises(RuntimeError, match="no block of another one is open"):
-        outer.relu(X)
-    with pytest.raises(RuntimeError, match="is not open"):
+    with pytest.raises(RuntimeError, match="is not open, and no block of another one is"):
         cudnn.Graph().relu(X)
     with pytest.raises(RuntimeError, match="had its block already"), outer:
         pass
@@ -805,18 +805,12 @@ def test_blocks():
             outer.neg(X).set_output(True)
         outer.abs(X).set_output(True)
         one.exp(X).set_output(True)
-        caught: list[Exception] = []
-
-        def elsewhere() -> None:
-            try:
-                outer.neg(X)
-            except RuntimeError as error:
-                caught.append(error)
-
-        thread = threading.Thread(target=elsewhere)
+        made: list[Any] = []
+        thread = threading.Thread(target=lambda: made.append(outer.neg(X)))
         thread.start()
         thread.join()
-    assert len(caught) == 1
+    assert [each.get_dim() for each in made] == [[2, 3, 4, 5]]
+    assert [node.name for node in one.nodes] == ["abs.0", "exp.0"]
     near(two(X), -X)
     for ours, theirs in zip(one(X), (X.abs(), X.exp()), strict=True):
         near(ours, theirs)
@@ -825,14 +819,77 @@ def test_blocks():
         raise KeyError
     with pytest.raises(RuntimeError, match="wanted a call behind its block"):
         failed(X)
-    with pytest.raises(RuntimeError, match="no block of another one is open"):
-        outer.relu(X)
+    with pytest.raises(RuntimeError, match="is closed, since its block failed"):
+        failed.relu(X)
     wrong = cudnn.Graph()
     wrong.__enter__()
     wrong.conv_fprop(X, torch.randn(2, 5, 1, 1))
     wrong.relu(X).set_output(True)
     with pytest.raises(RuntimeError, match="conv_fprop"):
         wrong.__exit__(None, None, None)  # though nothing uses the convolution
+
+
+def test_a_closed_graph_tells_sizes():
+    """The tutorial's lines about padding, stride and dilation: on the graph of its first block, outside of all."""
+    x, w = torch.randn(16, 64, 56, 56).half(), torch.randn(128, 64, 3, 3).half() / 24
+    with cudnn.Graph(io_data_type=cudnn.data_type.HALF, compute_data_type=cudnn.data_type.FLOAT) as graph:
+        y = graph.conv_fprop(image=x, weight=w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
+        y.set_output(True)
+    before = graph(x[:1], w)
+    dims = []
+    y = graph.conv_fprop(x, w, padding=[0, 0])
+    dims.append(y.get_dim())
+    y = graph.conv_fprop(x, w, padding=[1, 1])
+    dims.append(y.get_dim())
+    y = graph.conv_fprop(x, w, padding=[2, 2])
+    dims.append(y.get_dim())
+    y = graph.conv_fprop(x, w, padding=[1, 1], stride=[1, 1])
+    dims.append(y.get_dim())
+    y = graph.conv_fprop(x, w, padding=[1, 1], stride=[2, 2])
+    dims.append(y.get_dim())
+    y = graph.conv_fprop(x, w, padding=[1, 1], dilation=[1, 1])
+    dims.append(y.get_dim())
+    y = graph.conv_fprop(x, w, padding=[2, 2], dilation=[2, 2])
+    dims.append(y.get_dim())
+    assert dims == [[16, 128, size, size] for size in (54, 56, 58, 56, 28, 56, 56)]
+    assert len(graph.nodes) == 1
+    assert [one.get_dim() for one in graph.get_outputs()] == [[16, 128, 56, 56]]
+    after = graph(x[:1], w)
+    assert torch.equal(before, after)
+    assert_close(after, F.conv2d(x[:1], w, padding=1), atol=5e-3, rtol=3e-3)
+
+
+def test_what_a_closed_graph_is_told_is_beside_it():
+    with cudnn.Graph(name="done", intermediate_data_type=cudnn.data_type.FLOAT) as graph:
+        inside = graph.relu(X).set_output(True)
+    hidden = graph.conv_fprop(X.half(), torch.ones(6, 3, 2, 2).half())
+    assert hidden.get_data_type() is cudnn.data_type.FLOAT  # the graph's, for values on the way
+    assert graph.reduction(graph.neg(hidden), cudnn.reduction_mode.ADD).set_dim([1, 6, 1, 1]).get_dim() == [1, 6, 1, 1]
+    assert graph.relu(graph.tensor([4, 5], data_type=cudnn.data_type.HALF)).get_dim() == [4, 5]
+    with pytest.raises(RuntimeError, match="'done \\(after its block\\)': a tensor was made a result"):
+        hidden.set_output(True)
+    with pytest.raises(ValueError, match="of another graph"):
+        graph.neg(inside)
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="sdpa"):
+        graph.sdpa(X)
+    with cudnn.Graph() as other:
+        other.relu(X).set_output(True)
+        with pytest.raises(ValueError, match="of another graph"):
+            other.neg(hidden)
+    near(graph(X), F.relu(X))
+    # A record for each thread, which keeps none of the tensors that it was given.
+    kept: list[Any] = []
+    thread = threading.Thread(target=lambda: kept.append(graph.abs(X)))
+    thread.start()
+    thread.join()
+    with pytest.raises(ValueError, match="of another graph"):
+        graph.neg(kept[0])
+    given = torch.randn(2, 3)
+    answer, seen = graph.relu(given), weakref.ref(given)
+    del given
+    gc.collect()
+    assert seen() is None
+    assert answer.get_dim() == [2, 3]
 
 
 def test_other_batch_sizes_and_tensors_that_want_gradients():
@@ -847,9 +904,6 @@ def test_other_batch_sizes_and_tensors_that_want_gradients():
 
 
 def test_graphs_do_not_keep_the_tensors_of_their_block():
-    import gc
-    import weakref
-
     x = torch.randn(2, 3, 4, 5)
     with cudnn.Graph() as graph:
         graph.relu(x).set_output(True)

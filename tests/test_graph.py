@@ -274,7 +274,8 @@ def test_batchnorm_in_training(behind, dtype):
 
     def make(g: Graph, x: GraphTensor, w: GraphTensor, *vectors: GraphTensor) -> list[GraphTensor]:
         image = g.conv_fprop(x, w, padding=1) if behind == "conv" else x
-        made = g.batchnorm(image, *vectors, epsilon=1e-3, momentum=0.3)
+        scale, bias, mean, variance = vectors
+        made = g.batchnorm(image, scale, bias, mean, variance, epsilon=1e-3, momentum=0.3)
         return [made.y, made.mean, made.inv_variance, made.running_mean, made.running_variance]  # type: ignore[list-item]
 
     def want(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> list[Tensor]:
@@ -398,7 +399,7 @@ def test_moving_about(layout):
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[Callable[[Graph, GraphTensor], Any], type[Exception], str]] = {
+REFUSED: dict[str, tuple[Callable[[Any, GraphTensor], Any], type[Exception], str]] = {
     "channels": (
         lambda g, x: g.conv_fprop(x, rand(8, 4, 3, 3), name="stem"), RuntimeError,
         r"stem: image \(2, 3, 8, 8\) has 3 channels, and weight \(8, 4, 3, 3\) takes 4 in 1 group\(s\); wanted 4",
@@ -1056,12 +1057,12 @@ def test_rewrites_keep_what_was_set_of_results():
         g.mul(g.identity(x).set_dtype("f16"), 1.0), g.mul(g.identity(x).set_layout("nhwc"), 2.0),
         g.batchnorm(x, rand(4), rand(4)).y.set_dtype("f32"),
     ], x)  # fmt: skip
-    vectors = [rand(4), rand(4)]
-    halved, laid, normal = graph(x, *vectors)
+    scale, bias = rand(4), rand(4)
+    halved, laid, normal = graph(x, scale, bias)
     assert (halved.dtype, normal.dtype) == (torch.float16, torch.float32)
     assert laid.is_contiguous(memory_format=torch.channels_last)
     close(laid, x * 2)
-    close(normal, F.batch_norm(x, None, None, *vectors, True))
+    close(normal, F.batch_norm(x, None, None, scale, bias, True))
 
 
 # -- any graph --------------------------------------------------------------------------------------------------------

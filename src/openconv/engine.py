@@ -47,6 +47,7 @@ ENGINES = (
     "openconv.cuda.few_channels:FewChannels",
     "openconv.cuda.patch_rows:PatchRows",
     "openconv.cuda.patches:Patches",
+    "openconv.cuda.pixels:Pixels",
     "openconv.cuda.igemm_groups:IgemmGroups",
     "openconv.cuda.igemm:Igemm",
     "openconv.cuda.gemm_1x1:Gemm1x1",

@@ -100,7 +100,8 @@ def test_batchnorm_in_training(layout):
     mean, variance = rand(4), rand(4).abs()
 
     def make(g: Graph, *values: GraphTensor) -> list[GraphTensor]:
-        made = g.batchnorm(*values, momentum=0.2)
+        x, scale, bias, mean, variance = values
+        made = g.batchnorm(x, scale, bias, mean, variance, momentum=0.2)
         assert made.running_mean is not None
         assert made.running_variance is not None
         return [g.relu(made.y), made.running_mean, made.running_variance]

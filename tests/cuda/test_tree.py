@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -62,8 +63,8 @@ def run(
     kernel = TreeKernel(tree, DEVICE, shape, strides, [each.stride() for each in results], axes, aligned)
     margin = 64  # nothing is written behind the workspace
     workspace = torch.full((kernel.workspace_bytes + margin,), 255, dtype=torch.uint8)
-    pointers = [[each.data_ptr() for each in group] for group in (inputs, results, reduced)]
-    kernel(*pointers, workspace.data_ptr())
+    read, written, summed = ([each.data_ptr() for each in group] for group in (inputs, results, reduced))
+    kernel(read, written, summed, workspace.data_ptr())
     assert bool((workspace[kernel.workspace_bytes :] == 255).all())
     return results, reduced
 
@@ -91,7 +92,7 @@ def check(
                 epsilon = torch.finfo(dtype).eps
                 torch.testing.assert_close(
                     value.double(), reference.to(dtype).double(), rtol=max(rtol, epsilon), atol=atol, equal_nan=True,
-                    msg=lambda text, name=name: f"{tree} {name}: {text}",
+                    msg=partial("{} {}: {}".format, tree, name),
                 )  # fmt: skip
 
 
@@ -413,8 +414,8 @@ def test_large_tensors_have_wide_offsets():
 
 
 def test_wide_counts_compute_the_same(monkeypatch):
-    constants = _Work._constants.fget
-    wide = property(lambda self: constants(self) | {"Index": "i64", "Count": "i64"})
+    constants = vars(_Work)["_constants"]
+    wide = property(lambda self: constants.fget(self) | {"Index": "i64", "Count": "i64"})
     monkeypatch.setattr(_Work, "_constants", wide)
     check(FUSED, [randn(2, 24, 3, 4, dtype=torch.float16), randn(24, 1, 1), randn(4)])
     check(SUMS, [randn(3, 8, 5, 4), torch.ones(8, 1, 1)], (0, 2), rtol=1e-4, atol=1e-5)

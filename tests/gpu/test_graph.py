@@ -27,7 +27,7 @@ from openconv.pool import Pool
 from openconv.pooling import pool_backward, pool_forward, reference_backward, reference_forward
 from openconv.problem import Problem
 from openconv.tree import MODES, Reduction, Tree, leaf
-from tests import tutorial_cudnn
+from tests import cudnn_device, tutorial_cudnn, tutorial_graph
 
 CUDA = torch.device("cuda")
 LAYERS = (
@@ -54,6 +54,18 @@ def near(got: torch.Tensor, wanted: torch.Tensor, eps: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_tutorial(section, dtype):
     getattr(tutorial_cudnn, section)(openconv.cudnn, CUDA, dtype)
+
+
+@pytest.mark.parametrize("section", tutorial_graph.SECTIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_tutorial_in_our_words(section, dtype):
+    getattr(tutorial_graph, section)(CUDA, dtype)
+
+
+@pytest.mark.parametrize("body", [*cudnn_device.ANYWHERE, *cudnn_device.ON_CUDA], ids=lambda body: str(body))
+def test_the_frontend_on_a_gpu(body):
+    run = body if callable(body) else getattr(cudnn_device, body)
+    run(openconv.cudnn, CUDA, torch.float16)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -108,8 +120,8 @@ def test_trees(tree, shape):
             0 if size == 1 else step for size, step in zip(other, second.stride(), strict=True))]  # fmt: skip
         kernel = TreeKernel(tree, cuda_device(0), shape, strides, [o.stride() for o in outs], axes)
         room = torch.empty(max(kernel.workspace_bytes, 1), dtype=torch.uint8, device=CUDA)
-        pointers = ([t.data_ptr() for t in each] for each in ((first, second), outs, sums))
-        kernel(*pointers, room.data_ptr())
+        read, written, summed = ([t.data_ptr() for t in each] for each in ((first, second), outs, sums))
+        kernel(read, written, summed, room.data_ptr())
         for got, want in zip((*outs, *sums), (*wanted, *reduced), strict=True):
             near(got, want, {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float64: 1e-12}.get(got.dtype, 2e-5))
 
@@ -119,7 +131,7 @@ def test_trees(tree, shape):
 def test_reductions(mode, axes):
     torch.manual_seed(0)
     for shape, form in (((3, 6, 5, 7), torch.contiguous_format), ((4, 64, 14, 14), torch.channels_last)):
-        x = (torch.rand(shape, device=CUDA) + 0.9).contiguous(memory_format=form)
+        x = (0.95 + 0.1 * torch.rand(shape, device=CUDA)).contiguous(memory_format=form)
         if mode in ("mul", "mul_no_zeros") and x.numel() > 1000:
             continue
         with openconv.Graph() as g:
@@ -187,7 +199,8 @@ def test_a_gradient_takes_few_kernels():
 
 def test_bottleneck_and_network():
     torch.manual_seed(0)
-    module = Bottleneck(64, 64).to(CUDA, torch.float16).to(memory_format=torch.channels_last).eval()
+    module = Bottleneck(64, 64).to(CUDA, torch.float16).eval()
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     x = torch.randn(2, 64, 14, 14, device=CUDA, dtype=torch.float16).to(memory_format=torch.channels_last)
     graph = as_graph(module, x)
     with torch.no_grad():

@@ -40,7 +40,7 @@ FUSIONS = (
 def check(text: str) -> None:
     problem = Problem.parse(text)
     inputs = random_inputs(problem, device="cuda")
-    plan = plan_for(problem, this_device(), Policy(tuning="off"))
+    plan = plan_for(problem, this_device(), Policy(engine=ENGINE.name, tuning="off"))
     assert plan.candidate is not None
     assert (plan.candidate.engine.name, plan.core.is_fused) == (ENGINE.name, True)
     made, again = (plan(inputs.a, inputs.b, inputs.operands) for _ in range(2))

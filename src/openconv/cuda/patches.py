@@ -83,7 +83,10 @@ class Patches(Engine):
         each = 2.0 * knobs.rows * knobs.columns * _DEPTH / (0.85 * device.half_flops / device.threads)
         copies = 2 * _DEPTH * (knobs.rows + knobs.columns) / (40e9 * min(1.0, knobs.rows / 160))
         busy = ceil(blocks / device.threads) * max(ceil(problem.gemm.k / _DEPTH) * max(each, copies) + 2e-6, 8e-6)
-        return 3e-6 + max(busy, problem.min_bytes / (0.8 * device.bandwidth))
+        # Operands of an epilogue are read value by value: 0.1 ns a result and multiprocessor, 0.15 of a whole tensor.
+        operands = sum(0.15e-9 if o.kind == "tensor" else 0.1e-9 for o in problem.epilogue.operands)
+        results = operands * prod(problem.result_shape) / device.threads
+        return 3e-6 + results + max(busy, problem.min_bytes / (0.8 * device.bandwidth))
 
     def build(self, problem: Problem, device: Device, knobs: Tile) -> Runner:
         assert isinstance(device, CudaDevice)

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from .enums import heur_mode
 from .handles import Handle, create_handle
-from .operations import OPERATIONS, REFUSED
+from .operations import OPERATIONS, REFUSED, Operation
 from .pygraph import pygraph
 from .record import tensor
+from .recorder import Recorder
 
 __all__ = ["Graph"]
 
@@ -64,6 +65,7 @@ class Graph:
         self._inputs: tuple[tensor, ...] = ()
         self._outputs: tuple[tensor, ...] = ()
         self._seen: dict[int, tuple[weakref.ref[Tensor], tensor]] = {}
+        self._asides = threading.local()
 
     # -- the block --------------------------------------------------------------------------------------------------
 
@@ -104,22 +106,32 @@ class Graph:
         getattr(self._graph, name)
 
         def build(*args: Any, **kwargs: Any) -> Any:
-            return getattr(self._building(name)._graph, name)(*args, **kwargs)
+            return getattr(self._building(name), name)(*args, **kwargs)
 
         build.__name__, build.__doc__ = name, getattr(getattr(pygraph, name, None), "__doc__", None)
         return build
 
-    def _building(self, what: str) -> Graph:
-        """The graph that a call adds to: this one while its block is open, else the innermost open block of the thread.
-        A program that says ``graph.conv_fprop`` in the block of another graph means that one."""
+    def _building(self, what: str) -> Recorder:
+        """What a call adds to: this graph while its block is open, else the innermost open block of the thread. A
+        program that says ``graph.conv_fprop`` in the block of another graph means that one. Outside of all blocks a
+        graph that is built answers beside itself: one may ask it for sizes."""
         if self._state == "open":
-            return self
+            return self._graph
         stack = _stack()
         if stack:
-            return stack[-1]
-        when = "is closed" if self._state != "new" else "is not open"
-        raise RuntimeError(f"{what}: graph {self._graph.name!r} {when}, and no block of another one is open; wanted "
+            return stack[-1]._graph
+        if self._state == "built":
+            return self._aside()
+        when = "is closed, since its block failed," if self._state != "new" else "is not open,"
+        raise RuntimeError(f"{what}: graph {self._graph.name!r} {when} and no block of another one is open; wanted "
                            "`with cudnn.Graph() as graph:` around it")  # fmt: skip
+
+    def _aside(self) -> _Aside:
+        """This thread's record beside the graph."""
+        if not hasattr(self._asides, "record"):
+            self._asides.record = _Aside(self._graph)
+        found: _Aside = self._asides.record
+        return found
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *(name for name in dir(self._graph) if not name.startswith("_"))})
@@ -231,6 +243,25 @@ class Graph:
 
     def __repr__(self) -> str:
         return f"<cudnn.Graph {self._graph.name!r}, {self._state}, {len(self._graph.nodes)} operation(s)>"
+
+
+class _Aside(Recorder):
+    """What a graph is told after its end, with the data types of that graph: tensors have sizes, and none is computed.
+    It holds none of them: they live as long as their callers keep them."""
+
+    def __init__(self, graph: pygraph) -> None:
+        super().__init__(f"{graph.name} (after its block)", graph._io, graph._inside, graph._compute)
+
+    def _record(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return super()._record(operation, args, kwargs)
+        finally:
+            for held in (self._nodes, self._tensors, self._known, self._bound):
+                held.clear()
+
+    def _mark(self) -> int:
+        raise RuntimeError(f"graph {self.name!r}: a tensor was made a result, and nothing is added to a graph that is "
+                           "closed; wanted `with cudnn.Graph() as graph:` around the operation")  # fmt: skip
 
 
 def _stack() -> list[Graph]:

@@ -1,0 +1,45 @@
+"""cuda.pixels on the GPU: every tile of its search space, all that is fused, sizes that end inside of tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from openconv.cuda.pixels import Pixels
+from openconv.plan import make_plan
+from openconv.problem import Problem
+from openconv.reference import allowed_error, error_of, random_inputs
+from openconv.select import Policy
+from tests.support import this_device, with_knobs
+
+ENGINE = Pixels()
+SIZES = ("n4 c64 h28 w28 k256", "n3 c256 h13 w11 k64", "n2 c128 h9 w7 k72", "n1 c64 h3 w5 k520", "n16 c64 h56 w56 k64")
+FUSIONS = ("", "+bias+relu", "+bias+residual+relu", "x+scale+bias+relu", "stats", "x+scale+bias+relu +residual stats")
+
+
+def check(text: str, at: int) -> None:
+    problem, device = Problem.parse(text), this_device()
+    knobs = ENGINE.knobs(problem, device)
+    inputs = random_inputs(problem, device="cuda")
+    for tile in knobs[at : at + 1]:
+        plan = make_plan(problem, device, Policy(), with_knobs(ENGINE, problem, tile))
+        assert plan.candidate is not None
+        made, again = (plan(inputs.a, inputs.b, inputs.operands) for _ in range(2))
+        error, allowed = error_of(problem, made, inputs), allowed_error(problem, plan.candidate.traits)
+        assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}: {plan.candidate_name} of '{text}'"
+        one, other = ((v,) if isinstance(v, torch.Tensor) else v for v in (made, again))
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"other bits: '{text}'"
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_fprop_is_right(fusion, at):
+    for sizes in SIZES:
+        check(f"fprop {sizes} r1 s1 f16 nhwc {fusion}".strip(), at)
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("fusion", ["", "+relu_backward(t.y)", "+bias+gelu"])
+def test_dgrad_is_right(fusion, at):
+    for sizes in ("n4 c256 h28 w28 k64", "n3 c64 h13 w11 k256", "n2 c72 h9 w7 k128"):
+        check(f"dgrad {sizes} r1 s1 bf16 nhwc {fusion}".strip(), at)
