@@ -112,7 +112,7 @@ class Pixels(Engine):
         again = 2 * _pixels(problem) * depth * (columns - 1)
         moved = problem.min_bytes / (0.93 * device.bandwidth) + again / (6 * device.bandwidth)
         pairs = knobs.rows * knobs.columns / 512
-        each = pairs * (8 + 3 * len(problem.epilogue.operands) + problem.epilogue.flops + 12 * problem.stats)
+        each = pairs * (8 + 3 * len(problem.epilogue.operands) + problem.epilogue.flops + 9 * problem.stats)
         if not problem.prologue.is_identity:
             each += knobs.rows * depth / 2048 * 25 + 60
         products = knobs.rows * knobs.columns * depth * 2.0 / (device.half_flops / device.threads)
@@ -124,7 +124,7 @@ class Pixels(Engine):
         busy = ceil(ceil(_pixels(problem) / knobs.rows) / _workers(problem, device, knobs)) * tile
         if _held(problem) >= 0 and knobs.buffers == 2:  # a tensor comes only when results have left
             moved *= 1.1 if knobs.residents == 2 else 1.3
-        return 4.5e-6 + max(moved, busy) + 0.1 * min(moved, busy) + 2e-6 * problem.stats
+        return 4.2e-6 + max(moved, busy) + 0.1 * min(moved, busy) + 2e-6 * problem.stats
 
     def build(self, problem: Problem, device: Device, knobs: PixelTile) -> Runner:
         assert isinstance(device, CudaDevice)
