@@ -1212,3 +1212,15 @@ def test_any_graph_is_what_torch_says_fused_or_not(steps, wanted, last):
         for at, tensor, value in zip(picked, graph.outputs, results, strict=True):
             assert tensor.strides == value.stride() or tensor.node.op in VIEWS  # type: ignore[union-attr]
             torch.testing.assert_close(value, expected[at].expand(value.shape), rtol=1e-9, atol=1e-9)
+
+
+def test_a_second_derivative_is_refused():
+    """Rather than lost: a penalty on the gradient would be without effect."""
+    x = torch.randn(1, 2, 5, 5, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(3, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    with openconv.Graph() as graph:
+        graph.tanh(graph.conv_fprop(x, w))
+    (found,) = torch.autograd.grad(graph(x, w).sum(), x, create_graph=True)
+    torch.testing.assert_close(found, torch.autograd.grad(torch.tanh(F.conv2d(x, w)).sum(), x)[0])
+    with pytest.raises(NotImplementedError, match="differentiated again"):
+        found.square().sum().backward()

@@ -251,8 +251,16 @@ class _Function(torch.autograd.Function):
         return outs if count > 1 else outs[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *losses: Tensor) -> Any:
+        with torch.no_grad():
+            found = _Function._gradients(ctx, losses)
+        if torch.is_grad_enabled():  # create_graph=True
+            name, more = ctx.gradient.forward.name, torch.zeros((), requires_grad=True)
+            found = {each: _Once.apply(value, more, name) for each, value in found.items()}  # type: ignore[no-untyped-call]
+        return None, None, None, None, *(found.get(name) for name in ctx.names)
+
+    @staticmethod
+    def _gradients(ctx: Any, losses: Sequence[Tensor]) -> dict[str, Tensor]:
         kept, gradient = ctx.saved_tensors, ctx.gradient
         given, made = kept[: len(ctx.names)], kept[len(ctx.names) :]
         outputs = gradient.forward.outputs
@@ -261,8 +269,23 @@ class _Function(torch.autograd.Function):
         known |= {f"d_{t.name}": loss for t, loss in zip(outputs[: ctx.count], losses, strict=True)}
         caller = gradient.graph._runner
         inputs = [_like(known[name], tensor) for name, tensor in zip(caller.names, caller.inputs, strict=True)]
-        found = dict(zip(ctx.wanted, caller.program(inputs).run(inputs), strict=True))
-        return None, None, None, None, *(found.get(name) for name in ctx.names)
+        return dict(zip(ctx.wanted, caller.program(inputs).run(inputs), strict=True))
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that has none itself: who asks for it is told so, rather than given nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, more: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *losses: Tensor) -> Any:
+        raise NotImplementedError(
+            f"graph {ctx.name!r}: its gradient is differentiated again, which calls of graphs do not do; "
+            "call backward() of the gradient's graph, or compose the graph of torch functions"
+        )
 
 
 def _like(value: Tensor, tensor: GraphTensor) -> Tensor:

@@ -135,7 +135,7 @@ def estimate(problem: Problem, device: Device, policy: Policy) -> float | None:
     return _estimates[key]
 
 
-def tree_seconds(moved: int, device: Device) -> float:
+def tree_seconds(moved: float, device: Device) -> float:
     """Predicted seconds of a kernel that moves so many bytes and computes next to nothing."""
     return (2e-6 if device.kind == "cuda" else 5e-6) + moved / (0.9 * device.bandwidth)
 
@@ -250,6 +250,7 @@ class _Fuser:
         behind = list(self._behind(anchor, group))
         while behind and not self._accepted(anchor, group, [node, *behind]):
             behind.pop()
+        behind = self._cheapest(anchor, group, behind)
         if anchor.matrix and not behind:
             group.kind = "matmul"
             group.anchor = None
@@ -306,7 +307,7 @@ class _Fuser:
         return None
 
     def _accepted(self, anchor: Anchor, group: Group, nodes: list[Node]) -> bool:
-        """Whether an engine computes the fused problem, and not slower than apart."""
+        """Whether an engine computes the fused problem."""
         last = nodes[-1]
         made = self._problem(anchor, nodes)
         if made is None:
@@ -317,20 +318,39 @@ class _Fuser:
         if together is None:
             group.kept.append(f"{last.name} is apart: no engine computes '{problem.fusion}'")
             return False
-        if not problem.is_fused or self.device.kind == "cpu":
-            return True
-        shorter = self._problem(anchor, nodes[:-1])
-        if shorter is None:
-            return True
-        apart = estimate(shorter[0], self.device, self.policy)
-        if apart is None:
-            return True
-        moved = sum(_bytes(arg) for arg in last.tensors) + _bytes(last.result)
-        if apart + tree_seconds(moved, self.device) < together:
-            saved = (together - apart - tree_seconds(moved, self.device)) * 1e6
-            group.kept.append(f"{last.name} is apart: a plain engine and a kernel for it are {saved:.1f} us quicker")
-            return False
         return True
+
+    def _cheapest(self, anchor: Anchor, group: Group, behind: list[Node]) -> list[Node]:
+        """As much of an epilogue as is predicted to take the least time, with one more kernel for the rest: all of it,
+        what comes before it reads a tensor, or nothing."""
+        node, whole = anchor.node, self._problem(anchor, [anchor.node, *behind])
+        if not behind or whole is None or self.device.kind == "cpu":
+            return behind
+        best, kept = estimate(whole[0], self.device, self.policy) or 0.0, behind
+        tensors = [at for at, each in enumerate(behind) if self._reads_tensor(anchor, [node, *behind[:at]], each)]
+        for cut in dict.fromkeys((*tensors[:1], 0) if whole[0].is_fused else tensors[:1]):
+            made = self._problem(anchor, [node, *behind[:cut]])
+            took = estimate(made[0], self.device, self.policy) if made is not None else None
+            if took is None or made is None:
+                continue
+            took += tree_seconds(self._moved(made[2], behind[cut:]), self.device)
+            if took < best:
+                saved = f"{(best - took) * 1e6:.1f} us quicker in a kernel of its own"
+                group.kept.append(f"{behind[cut].name} is apart: what follows the convolution from there is {saved}")
+                best, kept = took, behind[:cut]
+        return kept
+
+    def _reads_tensor(self, anchor: Anchor, before: list[Node], node: Node) -> bool:
+        inside = {each.result for each in before}
+        return any(arg not in inside and anchor.kind_of(arg) == "tensor" for arg in node.tensors)
+
+    def _moved(self, results: Sequence[GraphTensor], rest: Sequence[Node]) -> float:
+        """Bytes of a kernel behind a convolution: what that has just stored comes from the cache, if it fits there."""
+        inside = {node.result for node in rest}
+        read = {arg for node in rest for arg in node.tensors if arg not in inside}
+        fits = getattr(self.device, "l2_bytes", 0) // 2
+        total = sum(_bytes(arg) * (0.4 if arg in results and _bytes(arg) <= fits else 1.0) for arg in read)
+        return total + _bytes(rest[-1].result)
 
     def _problem(
         self, anchor: Anchor, nodes: Sequence[Node]
