@@ -65,6 +65,7 @@ bool run(const unsigned* grid, const unsigned* block, const void* params, unsign
                 blockIdx = {{x, y, z}};
                 emulator::run_block();
             }}
+    std::vector<emulator::Fiber>().swap(emulator::fibers);  // stacks: 64 KB a thread, which other kernels can have
     return emulator::kept_behind(shared);
 }}
 """

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <setjmp.h>
 #include <ucontext.h>
+#include <memory>
 #include <vector>
 
 #define __device__
@@ -75,7 +76,7 @@ struct Fiber {
     dim3 at;
     bool begun = false, done = false;
     int waits = 0;  // 0: no, 1: for the block, 2: for its warp, 3: for a while, 4: for the first `some`
-    std::vector<char> stack;
+    std::unique_ptr<char[]> stack;
 };
 static std::vector<Fiber> fibers;
 static jmp_buf scheduler;
@@ -120,10 +121,10 @@ inline void run_block() {
         f.at.x = i % blockDim.x;
         f.at.y = i / blockDim.x % blockDim.y;
         f.at.z = i / blockDim.x / blockDim.y;
-        f.stack.resize(64 << 10);
+        if (!f.stack) f.stack.reset(new char[64 << 10]);
         getcontext(&f.context);
-        f.context.uc_stack.ss_sp = f.stack.data();
-        f.context.uc_stack.ss_size = f.stack.size();
+        f.context.uc_stack.ss_sp = f.stack.get();
+        f.context.uc_stack.ss_size = 64 << 10;
         f.context.uc_link = nullptr;
         makecontext(&f.context, start, 0);
     }

@@ -387,7 +387,8 @@ def _batchnorm(w: _Walk, node: Node, given: _Given) -> _Found:
     dx, dscale, dbias = w.new.add(
         "batchnorm_backward", d, w.value(x), w.value(scale), w.value(node.results[1]), w.value(node.results[2])
     )
-    return dx, dscale, dbias, *(None,) * (len(node.args) - 3)
+    vectors = _vectors(w, (dscale, dbias), node.tensors[1:3])
+    return dx, *vectors, *(None,) * (len(node.args) - 3)
 
 
 def _spread(w: _Walk, found: GraphTensor, node: Node) -> GraphTensor:
