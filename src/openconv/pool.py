@@ -13,14 +13,11 @@ window, or the last NaN, as in PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from numbers import Integral
-from typing import Any
 
-from .problem import DTYPE_BYTES, LAYOUTS, output_size
+from .problem import DTYPE_BYTES, LAYOUTS, _ends, _is_int, _per_axis, _plain, output_size
 
 __all__ = ["MODES", "Pool"]
 
@@ -117,30 +114,3 @@ class Pool:
     def min_bytes(self) -> int:
         """Bytes that a forward pass has to move: x and y, once each."""
         return (prod(self.x_shape) + prod(self.y_shape)) * DTYPE_BYTES[self.dtype]
-
-
-def _plain(value: Any) -> Any:
-    """NumPy's integers as Python's; anything else as it is."""
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _per_axis(name: str, value: Any, rank: int) -> tuple[Any, ...]:
-    """One entry per axis, from one value for all or from one for each."""
-    values = tuple(_plain(v) for v in value) if isinstance(value, Sequence) else (_plain(value),)
-    if len(values) == 1:
-        values *= rank
-    if len(values) != rank:
-        raise ValueError(f"{name} is {value}; wanted one value or {rank}, one per spatial axis")
-    return values
-
-
-def _ends(pad: Any) -> tuple[int, int]:
-    """(low, high) of one axis."""
-    ends = tuple(_plain(v) for v in pad) if isinstance(pad, Sequence) else (pad, pad)
-    if len(ends) != 2:
-        raise ValueError(f"padding of an axis is {pad}; wanted one value or (low, high)")
-    return ends

@@ -7,7 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["ALL_DTYPES", "DTYPES", "NAMES", "empty", "guards", "in_layout", "layout_of", "memory_format", "to_layout"]
+__all__ = [
+    "ALL_DTYPES",
+    "ALL_NAMES",
+    "DTYPES",
+    "NAMES",
+    "empty",
+    "guards",
+    "in_layout",
+    "layout_of",
+    "memory_format",
+    "to_layout",
+]
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
@@ -17,6 +28,7 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 ALL_DTYPES: dict[str, torch.dtype] = {**DTYPES, "bool": torch.bool}
 """Those of graphs, whose comparisons have results of two values."""
+ALL_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in ALL_DTYPES.items()}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)

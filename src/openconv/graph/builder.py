@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..epilogue import OPS
 from ..select import Policy
-from ..tensors import ALL_DTYPES
+from ..tensors import ALL_DTYPES, ALL_NAMES
 from .ir import Flow, GraphTensor, Meta, layout_of_strides
 from .operations import check_dtype, vector_shape
 from .rewrites import REWRITES
@@ -52,7 +52,6 @@ class BatchNorm(NamedTuple):
     running_variance: GraphTensor | None
 
 
-_NAMES = {dtype: name for name, dtype in ALL_DTYPES.items()}
 _Size = int | Sequence[int]
 _Padding = int | Sequence[int | Sequence[int]]
 
@@ -632,7 +631,7 @@ class Graph:
 
 
 def _meta_of(value: Tensor) -> Meta:
-    dtype = _NAMES.get(value.dtype)
+    dtype = ALL_NAMES.get(value.dtype)
     if dtype is None:
         raise TypeError(f"a tensor is of {value.dtype}; wanted one of {', '.join(ALL_DTYPES)}")
     return Meta(tuple(value.shape), dtype, _nearest_layout(tuple(value.shape), tuple(value.stride())))

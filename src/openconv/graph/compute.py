@@ -13,10 +13,9 @@ from ..epilogue import OPS, Const, Expr
 from ..epilogue import Node as Applied
 from ..evaluate import evaluate_tree
 from ..pooling import pool_backward, pool_forward
-from ..tensors import ALL_DTYPES
+from ..tensors import ALL_DTYPES, ALL_NAMES
 from ..tree import Reduction, Tree, leaf
 from .ir import Node
-from .names import name_of
 from .operations import pool_of
 
 __all__ = ["compute", "tree_of", "view_of"]
@@ -74,7 +73,7 @@ def tree_of(node: Node, values: Sequence[Any]) -> tuple[Tree, list[Tensor]]:
     inputs = [value for value in values if isinstance(value, Tensor)]
     leaves = iter(range(len(inputs)))
     args: list[Expr] = [leaf(next(leaves)) if isinstance(v, Tensor) else Const(float(v)) for v in values]
-    dtypes = tuple(name_of(value.dtype) for value in inputs)
+    dtypes = tuple(ALL_NAMES[value.dtype] for value in inputs)
     if node.op == "genstats":
         wide = node.result.dtype
         square = Applied("mul", (args[0], args[0]))

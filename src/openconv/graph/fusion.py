@@ -241,10 +241,7 @@ class _Fuser:
     def _anchored(self, node: Node) -> None:
         anchor = _anchor(node)
         group = Group("conv" if anchor else "matmul", [node], node.result.shape, anchor=anchor)
-        if anchor is None:
-            self._new(group)
-            return
-        if not self.wanted:
+        if anchor is None or not self.wanted:
             self._new(group)
             return
         behind = list(self._behind(anchor, group))

@@ -287,10 +287,6 @@ def _flat(op: str) -> Callable[..., Sequence[Any]]:
     return formula
 
 
-def _none(add: Any, d: Any, y: Any, *args: Any) -> Sequence[Any]:
-    return (None,) * len([arg for arg in args if True])
-
-
 _POINTWISE: dict[str, Callable[..., Sequence[Any]]] = {
     "add": lambda add, d, y, a, b: (d, d),
     "sub": lambda add, d, y, a, b: (d, add("neg", d)),

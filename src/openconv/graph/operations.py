@@ -15,7 +15,7 @@ import torch
 from ..epilogue import OPS
 from ..pool import Pool
 from ..problem import DIRECTIONS, Problem, output_size
-from ..tensors import ALL_DTYPES, NAMES
+from ..tensors import ALL_DTYPES, ALL_NAMES
 from ..tree import MODES
 from .ir import GraphTensor, Meta, Node
 
@@ -34,7 +34,6 @@ __all__ = [
 POINTWISE = frozenset(OPS) | {"cast", "identity"}
 VIEWS = frozenset({"reshape", "transpose", "slice", "expand"})
 
-_NAMES = {**NAMES, torch.bool: "bool"}
 _FLOATS = ("f64", "f32", "f16", "bf16")
 _BOOLEAN = frozenset(op for op in OPS if op.startswith(("cmp_", "logical_")))
 # Those that have whole numbers for results where they are given such.
@@ -44,7 +43,7 @@ _WHOLE = frozenset({"add", "sub", "mul", "max", "min", "neg", "abs", "mod", "rel
 
 def check_dtype(dtype: Any, where: str) -> str:
     """The project's name of a dtype, given as that or as torch's."""
-    name = _NAMES.get(dtype, dtype) if isinstance(dtype, torch.dtype) else dtype
+    name = ALL_NAMES.get(dtype, dtype) if isinstance(dtype, torch.dtype) else dtype
     if name not in ALL_DTYPES:
         raise TypeError(f"{where}: dtype is {dtype!r}; wanted one of {', '.join(ALL_DTYPES)}")
     return str(name)
@@ -55,7 +54,7 @@ def promote(*dtypes: str) -> str:
     found = ALL_DTYPES[dtypes[0]]
     for dtype in dtypes[1:]:
         found = torch.promote_types(found, ALL_DTYPES[dtype])
-    return _NAMES[found]
+    return ALL_NAMES[found]
 
 
 def infer(node: Node) -> list[Meta]:

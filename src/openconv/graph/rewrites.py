@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensors import ALL_DTYPES
+from ..tensors import ALL_DTYPES, ALL_NAMES
 from .ir import Flow, GraphTensor, Node, layout_of_strides
 from .operations import VIEWS, channels_of, vector_shape
 
@@ -136,10 +136,9 @@ def _vector(new: Flow, value: Tensor, x: GraphTensor) -> GraphTensor:
 
 def _constant(new: Flow, value: Tensor) -> GraphTensor:
     from .ir import Meta
-    from .names import name_of
 
     layout = layout_of_strides(tuple(value.shape), tuple(value.stride())) or "nchw"
-    return new.constant(value, Meta(tuple(value.shape), name_of(value.dtype), layout))
+    return new.constant(value, Meta(tuple(value.shape), ALL_NAMES[value.dtype], layout))
 
 
 def _shaped(new: Flow, vector: GraphTensor, x: GraphTensor) -> GraphTensor:

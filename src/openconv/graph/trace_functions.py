@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..epilogue import Epilogue, Node
-from ..tensors import ALL_DTYPES
+from ..tensors import ALL_DTYPES, ALL_NAMES
 from .ir import GraphTensor
-from .names import name_of
 from .operations import per_axis
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def _like(value: Any) -> Any:
 
 
 def _mixed(a: Any, b: Any) -> str:
-    return name_of(torch.result_type(_like(a), _like(b)))
+    return ALL_NAMES[torch.result_type(_like(a), _like(b))]
 
 
 def _is_float(dtype: str) -> bool:
@@ -463,7 +462,7 @@ def _reduction(mode: str) -> _Function:
         trace: Trace, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> Traced:  # fmt: skip
         g, x = trace.graph, trace.tensor(input)
-        if mode == "avg" and not _is_float(x.dtype if dtype is None else name_of(dtype)):
+        if mode == "avg" and not _is_float(x.dtype if dtype is None else ALL_NAMES[dtype]):
             raise RuntimeError(f"mean: input is {x.dtype}; wanted a floating point dtype, of it or as dtype=")
         if dtype is not None:
             x = g.cast(x, dtype)
