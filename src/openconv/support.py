@@ -32,6 +32,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "large filter": {"filter": 11, "padding": 5},
     "1x1": {"filter": 1, "padding": 0},
     "strided 1x1": {"filter": 1, "padding": 0, "stride": 2},
+    "wide 1x1": {"filter": 1, "padding": 0, "c": 64, "k": 64},
+    "wide strided 1x1": {"filter": 1, "padding": 0, "c": 64, "k": 64, "stride": 2},
     "strided": {"stride": 2},
     "dilated": {"dilation": 2, "padding": 2},
     "patches": {"filter": 4, "stride": 4, "padding": 0},

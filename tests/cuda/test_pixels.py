@@ -61,6 +61,15 @@ def test_right(text, direction, dtype):
     check_engine(ENGINE, problem)
 
 
+@pytest.mark.parametrize("text", [
+    "n2 c64 h56 w56 k64 r1 s1 stride2", "n3 c128 h14 w14 k72 r1 s1 stride2", "n1 c64 h29 w15 k64 r1 s1 stride3,2",
+    "n1 c64 h5 w140 k64 r1 s1 stride2", "n2 c64 h16 w16 k64 r1 s1 stride1,2",
+])  # fmt: skip
+def test_right_where_pixels_are_left_out(text):
+    for fusion in ("", "+bias+residual+relu", "x+scale+bias+relu stats"):
+        check(f"fprop {text} f16 nhwc {fusion}".strip())
+
+
 @pytest.mark.parametrize("fusion", FUSIONS)
 @pytest.mark.parametrize("direction", ["fprop", "dgrad"])
 def test_right_with_epilogues(fusion, direction):
@@ -74,8 +83,8 @@ def test_right_with_all_that_is_fused(fusion):
 
 
 @pytest.mark.parametrize("tile", [
-    PixelTile(64, 1, 2, 2, 1), PixelTile(64, 2, 3, 2, 2), PixelTile(128, 1, 4, 3, 1), PixelTile(256, 1, 2, 2, 1),
-    PixelTile(128, 2, 2, 4, 1), PixelTile(192, 1, 2, 2, 1),
+    PixelTile(64, 2, 2, 1, 2), PixelTile(64, 5, 2, 1, 2), PixelTile(128, 3, 3, 1, 3), PixelTile(256, 2, 1, 2, 2),
+    PixelTile(128, 2, 2, 2, 4), PixelTile(192, 1, 4, 2, 2), PixelTile(64, 6, 2, 1, 3),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("fusion", ["+bias+residual+relu", "x+scale+bias+relu stats"])
 def test_right_with_tiles(tile, fusion, monkeypatch):
@@ -83,14 +92,15 @@ def test_right_with_tiles(tile, fusion, monkeypatch):
     device = replace(device_for("sm_90a"), threads=2)
     kept = module._workers
     monkeypatch.setattr(module, "_workers", lambda problem, _, tile: kept(problem, device, tile))
-    check(f"fprop n5 c64 h14 w13 k256 r1 s1 f16 nhwc {fusion}", tile)
+    check(f"fprop n5 c128 h14 w13 k256 r1 s1 f16 nhwc {fusion}", tile)
 
 
 @pytest.mark.parametrize(
     "text, words",
     [
         ("fprop n1 c64 h8 w8 k64 r3 s3 pad1 f16 nhwc", "filter is (3, 3); wanted 1"),
-        ("fprop n1 c64 h8 w8 k64 r1 s1 stride2 f16 nhwc", "stride is (2, 2)"),
+        ("dgrad n1 c64 h8 w8 k64 r1 s1 stride2 f16 nhwc", "stride is (2, 2); wanted 1"),
+        ("fprop n1 c64 d8 h8 w8 k64 t1 r1 s1 stride2 f16 nhwc", "stride is (2, 2, 2); wanted 1"),
         ("fprop n1 c64 h8 w8 k64 r1 s1 f16 nchw", "wanted images in nhwc"),
         ("fprop n1 c64 h8 w8 k64 r1 s1 f32 nhwc", "wanted f16 or bf16"),
         ("fprop n1 c60 h8 w8 k64 r1 s1 f16 nhwc", "has 60 channels; wanted a multiple of 64"),

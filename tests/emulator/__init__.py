@@ -30,8 +30,10 @@ REPLACED = (
     "common/shared_boxes.cuh",
     "common/store_matrices.cuh",
     "common/wgmma.cuh",
+    "common/wgmma_turned.cuh",
     "common/bulk.cuh",
     "common/bulk_store.cuh",
+    "common/bulk_ring.cuh",
 )
 """Files of PTX instructions, for which host.h has functions of its own."""
 

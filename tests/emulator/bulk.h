@@ -1,4 +1,4 @@
-// common/bulk.cuh and common/bulk_store.cuh for the emulator: a box is there as soon as it is asked for. Clusters have
+// common/bulk.cuh, bulk_store.cuh and bulk_ring.cuh for the emulator: a box is there as soon as it is asked for. Clusters have
 // one block.
 namespace bulk {
 
@@ -61,11 +61,13 @@ inline long long box(const void* memory, const Map& map, const long long (&first
     }
     return 2 * count;
 }
+inline void bring(void* to, const Map& map, Barrier& barrier, const long long (&first)[5]) {
+    barrier.bytes -= box(to, map, first, [](unsigned short* place, const unsigned short* in) { *place = in ? *in : 0; });
+    barrier.check();
+}
 inline void copy(void* to, const Map& map, Barrier& barrier, int blocks, int x, int y) {
     if (blocks != 1) { fprintf(stderr, "emulator: clusters have one block\n"); abort(); }
-    const auto bring = [](unsigned short* place, const unsigned short* in) { *place = in ? *in : 0; };
-    barrier.bytes -= box(to, map, {x, y}, bring);
-    barrier.check();
+    bring(to, map, barrier, {x, y});
 }
 inline void fetch_map(const Map&) {}
 inline void copy_line(void* to, const void* from, int bytes, Barrier& barrier, int blocks) {
@@ -79,12 +81,26 @@ inline void copy_line(void* to, const void* from, int bytes, Barrier& barrier, i
     barrier.check();
 }
 inline void written() {}
-inline void store(const void* from, const Map& map, int x, int y) {
-    box(from, map, {x, y}, [](const unsigned short* place, unsigned short* in) {
+inline void stored() {}
+inline void copy_cube(void* to, const Map& map, Barrier& barrier, int x, int y, int z) {
+    bring(to, map, barrier, {x, y, z});
+}
+inline void copy(void* to, const Map& map, Barrier& barrier, int c, int x, int y, int image) {
+    bring(to, map, barrier, {c, x, y, image});
+}
+inline void copy(void* to, const Map& map, Barrier& barrier, int c, int x, int y, int image, int chunk) {
+    bring(to, map, barrier, {c, x, y, image, chunk});
+}
+inline void put(const void* from, const Map& map, const long long (&first)[5]) {
+    box(from, map, first, [](const unsigned short* place, unsigned short* in) {
         if (in) *in = *place;
     });
 }
-inline void stored() {}
+inline void store(const void* from, const Map& map, int x, int y) { put(from, map, {x, y}); }
+inline void store(const void* from, const Map& map, int c, int x, int y, int image) { put(from, map, {c, x, y, image}); }
+inline void commit() {}
+template <int Left> inline void read_but() {}
+inline void sync_group(int) { emulator::wait(5); }
 template <int Threads> inline void sync_first() {
     emulator::some = Threads;
     emulator::wait(4);

@@ -75,7 +75,7 @@ struct Fiber {
     jmp_buf place;
     dim3 at;
     bool begun = false, done = false;
-    int waits = 0;  // 0: no, 1: for the block, 2: for its warp, 3: for a while, 4: for the first `some`
+    int waits = 0;  // 0: no, 1: for the block, 2: for its warp, 3: for a while, 4: for the first `some`, 5: for its warpgroup
     std::unique_ptr<char[]> stack;
 };
 static std::vector<Fiber> fibers;
@@ -141,13 +141,13 @@ inline void run_block() {
         if (!left) return;
         if (moved) continue;
         bool freed = false;
-        for (int w = 0; w < count; w += 32) {
-            const int end = w + 32 < count ? w + 32 : count;
-            if (released(2, w, end)) {
-                for (int i = w; i < end; ++i) fibers[i].waits = 0;
+        for (const auto [kind, size] : {std::pair{2, 32}, {5, 128}})
+            for (int first = 0; first < count; first += size) {
+                const int end = first + size < count ? first + size : count;
+                if (!released(kind, first, end)) continue;
+                for (int i = first; i < end; ++i) fibers[i].waits = 0;
                 freed = true;
             }
-        }
         if (!freed && released(1, 0, count)) {
             for (auto& f : fibers) f.waits = 0;
             freed = true;

@@ -21,6 +21,10 @@ inline void group_begin() {}
 inline void group_commit() {}
 template <int Left, int N> inline void group_wait(float (&)[N]) {}
 
+inline void aligned(unsigned long long at) {
+    if ((at & ~0x7full) % 1024) { fprintf(stderr, "emulator: an operand is not aligned\n"); abort(); }
+}
+
 // Value k of a row of an operand: the address's bits 4 to 6 are turned by bits 7 to 9, as the hardware does it.
 template <class T> inline float operand(unsigned long long descriptor, int row, int k) {
     unsigned long long at = descriptor + row * 128 + 2 * k;
@@ -28,21 +32,37 @@ template <class T> inline float operand(unsigned long long descriptor, int row, 
     return float(*reinterpret_cast<const T*>(at));
 }
 
-template <class T, int N> inline void emulated_group_product(float (&d)[N], unsigned long long a, unsigned long long b) {
+// Both kinds of second operand: `b(column, k)`.
+template <class T> struct Along {
+    unsigned long long at;
+    Along(unsigned long long b) : at(b) { aligned(b); }
+    float operator()(int column, int k) const { return operand<T>(at, column, k); }
+};
+// One that lies across: the address, and from bit 48 on the number of 8192 bytes to the next 64 columns.
+inline unsigned long long turned_descriptor(const void* at, int further) {
+    return reinterpret_cast<uintptr_t>(at) | (unsigned long long)(further >> 13) << 48;
+}
+template <class T> struct Turned {
+    unsigned long long at, further;
+    Turned(unsigned long long b) : at(b << 16 >> 16), further((b >> 48) << 13) { aligned(at); }
+    float operator()(int column, int k) const { return operand<T>(at + column / 64 * further, k, column % 64); }
+};
+
+// The first operand in shared memory.
+template <class T, class B, int N> inline void product(float (&d)[N], unsigned long long a, const B& b) {
     const int me = emulator::current, g = (me & 31) / 4, t = me & 3;
-    if ((a & ~0x7full) % 1024 || (b & ~0x7full) % 1024) { fprintf(stderr, "emulator: an operand is not aligned\n"); abort(); }
+    aligned(a);
     for (int i = 0; i < N; ++i) {
         const int row = me % 128 / 32 * 16 + g + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
         float sum = 0;
-        for (int k = 0; k < 16; ++k) sum += operand<T>(a, row, k) * operand<T>(b, column, k);
+        for (int k = 0; k < 16; ++k) sum += operand<T>(a, row, k) * b(column, k);
         d[i] += sum;
     }
 }
 
 // The first operand in registers: lane l has row l / 4 and the one eight below it, columns 2 * (l % 4) and the next, and
 // the same eight further.
-template <class T, int N>
-inline void emulated_group_product(float (&d)[N], const unsigned (&a)[4], unsigned long long b) {
+template <class T, class B, int N> inline void product(float (&d)[N], const unsigned (&a)[4], const B& b) {
     const int g = (emulator::current & 31) / 4, t = emulator::current & 3;
     float value[2][16];
     for (int i = 0; i < 4; ++i)
@@ -54,9 +74,15 @@ inline void emulated_group_product(float (&d)[N], const unsigned (&a)[4], unsign
         }
     for (int i = 0; i < N; ++i) {
         float sum = 0;
-        for (int k = 0; k < 16; ++k) sum += value[i / 2 % 2][k] * operand<T>(b, i / 4 * 8 + 2 * t + i % 2, k);
+        for (int k = 0; k < 16; ++k) sum += value[i / 2 % 2][k] * b(i / 4 * 8 + 2 * t + i % 2, k);
         d[i] += sum;
     }
+}
+template <class T, int N, class A> inline void emulated_group_product(float (&d)[N], const A& a, unsigned long long b) {
+    product<T>(d, a, Along<T>(b));
+}
+template <class T, int N, class A> inline void emulated_turned_product(float (&d)[N], const A& a, unsigned long long b) {
+    product<T>(d, a, Turned<T>(b));
 }
 
 }  // namespace tensor

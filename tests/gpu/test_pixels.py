@@ -38,8 +38,15 @@ def test_fprop_is_right(fusion, at):
         check(f"fprop {sizes} r1 s1 f16 nhwc {fusion}".strip(), at)
 
 
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_pixels_are_left_out(fusion):
+    for sizes in ("n4 c256 h56 w56 k512", "n3 c64 h29 w15 k64", "n2 c128 h14 w14 k72", "n1 c64 h5 w140 k64"):
+        for at in range(2):
+            check(f"fprop {sizes} r1 s1 stride2 f16 nhwc {fusion}".strip(), at)
+
+
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("fusion", ["", "+relu_backward(t.y)", "+bias+gelu"])
 def test_dgrad_is_right(fusion, at):
-    for sizes in ("n4 c256 h28 w28 k64", "n3 c64 h13 w11 k256", "n2 c72 h9 w7 k128"):
+    for sizes in ("n4 c256 h28 w28 k64", "n3 c64 h13 w11 k256", "n2 c72 h9 w7 k128", "n2 c200 h14 w14 k512"):
         check(f"dgrad {sizes} r1 s1 bf16 nhwc {fusion}".strip(), at)

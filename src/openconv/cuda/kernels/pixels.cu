@@ -2,38 +2,45 @@
 //
 // d counts the channels of the input, n those of the result. Memory is the limit: of 64 channels that become 256, a
 // pixel has 640 bytes and 32768 operations, and an H200 has 180 operations for each byte. So a block stays for its whole
-// life on its multiprocessor, with its filters in shared memory, and takes one tile of pixels after the other: one warp
-// asks for boxes of the input, and of a tensor that the epilogue reads, as far ahead as there is room; eight warps
-// multiply, compute the epilogue where that tensor lies, and one of their threads has the results stored from there.
+// life on its multiprocessor, with its filters in shared memory. Each of its `groups`, of four warps, takes one tile of
+// 64 pixels by `columns` results after the other: it multiplies what has come, and computes the epilogue box by box
+// where results lie and a tensor that it reads has come before. One of its threads has each box stored from there,
+// another asks for inputs to come. No group waits for another: while one multiplies another computes.
 //
-// A tile is `rows` pixels by `columns` results. The two warpgroups share its rows or its columns. A sum is changed by the
-// thread that has it: two results side by side, at the place that common/wgmma.cuh's swizzle gives them, which puts the
-// words of a warp into all 32 banks.
+// Of an input that is read densely, a tile is 64 pixels in a row. Where pixels are left out, it is `lines` times `across`
+// pixels of an image, at most 64, and the map of the input steps over those that are left out.
 //
-// Shared memory: filters [depth / 64][columns], the ring of inputs [stages][depth / 64][rows], and results
-// [buffers][columns / 64][rows], all in rows of 128 bytes; then the vectors of the epilogue, [count][columns].
+// A sum is changed by the thread that has it: two results side by side, at the place that common/wgmma.cuh's swizzle
+// gives them, which puts the words of a warp into all 32 banks.
 //
-// A prologue is computed where the input lies, in front of the products. Statistics are summed up from the results there,
-// by each thread for two channels over the tiles of the block, and stored at its end: parts[worker, channel, 2].
+// Shared memory: filters, inputs [groups][stages][span][64] and results [groups][buffers][64], all
+// in rows of 128 bytes, 64 channels; then the vectors of the epilogue, [count][columns], and those of the prologue,
+// [count][depth], in f32.
 //
-// Traits: A (of all tensors), Out, Sum, Epilogue, Prologue, stats; depth, columns, row_groups, stages, buffers, residents,
-// forward (filters lie along d, else along n), held (which operand of the epilogue comes as boxes, -1: none), channels
-// (bits: which are vectors).
+// A prologue is computed in registers, from which the products take their first operand. Statistics are added up by each
+// thread for the channels of its results, over all its tiles, and joined at the end: sums[worker, channel, 2].
+//
+// Traits: A (of all tensors), Out, Sum, Epilogue, Prologue, stats; depth, columns, groups, stages (boxes of the input),
+// span (times 64 channels in each), buffers (boxes of results), forward (filters lie along d, else along n), held (which
+// operand of the epilogue comes as boxes, -1: none), channels (bits: which are vectors), across, lines.
 
 #include "common/types.cuh"
 #include "common/bulk_ring.cuh"
 #include "common/epilogue.cuh"
+#include "common/follow.cuh"
 #include "common/pointwise.cuh"
 #include "common/relu.cuh"
 #include "common/shared.cuh"
 #include "common/wgmma.cuh"
+#include "common/wgmma_turned.cuh"
 
 namespace igemm {
 // N values of a prologue's vector, f32, from a multiple of N on.
 template <int N, class Sum>
 __device__ __forceinline__ void read_vector(Sum (&value)[N], const void* vector, int first) {
+    const Pack<float, N> found = load<N>(static_cast<const float*>(vector) + first);
 #pragma unroll
-    for (int i = 0; i < N; ++i) value[i] = static_cast<const float*>(vector)[first + i];
+    for (int i = 0; i < N; ++i) value[i] = found.value[i];
 }
 }  // namespace igemm
 
@@ -44,24 +51,27 @@ using Sum = Traits::Sum;
 using Epilogue = Traits::Epilogue;
 using Prologue = Traits::Prologue;
 
-constexpr int depth = Traits::depth, columns = Traits::columns, stages = Traits::stages, buffers = Traits::buffers;
-constexpr int row_groups = Traits::row_groups, column_groups = 2 / row_groups, rows = 64 * row_groups;
-constexpr int width = columns / column_groups;  // of a warpgroup
-constexpr int threads = 256, pointers = Prologue::count + Epilogue::count;
-constexpr int filter_bytes = depth / 64 * columns * 128, input_bytes = depth / 64 * rows * 128;
-constexpr int result_bytes = columns / 64 * rows * 128;
+constexpr int depth = Traits::depth, columns = Traits::columns, groups = Traits::groups, stages = Traits::stages;
+constexpr int span = Traits::span, buffers = Traits::buffers, chunks = depth / 64, boxes = columns / 64;
+constexpr int threads = 128 * groups, pointers = Prologue::count + Epilogue::count;
+constexpr int across = Traits::across, lines = Traits::lines, rows = across * lines;  // pixels of a tile
+constexpr int box_bytes = rows * 128, stage_bytes = span * box_bytes, parts = chunks / span, place_bytes = 64 * 128;
+constexpr int filter_bytes = chunks * columns * 128;
 constexpr bool held = Traits::held >= 0;
-static_assert(depth % 64 == 0 && columns % 64 == 0 && width <= 256, "whole rows of 128 bytes, and sums of a thread");
-static_assert(stages > 0 && buffers > 1, "a ring, and a place for results while others are stored");
+static_assert(depth % 64 == 0 && columns % 64 == 0 && columns <= 256, "whole rows of 128 bytes, and sums of a thread");
+static_assert(rows <= 64 && rows % 8 == 0, "rows of one product, whole patterns of the swizzle");
+static_assert(chunks % span == 0 && stages >= parts && buffers > 1,
+              "a tile's input, and a place for results while others are stored");
 
 struct Params {
-    const T* x;  // read by its map
-    const T* w;
-    T* out;  // by its map, too
+    const T *x, *w;  // read by their maps
+    T* out;          // by its map, too
     const void* operands[pointers > 0 ? pointers : 1];
-    float* parts;
-    int channels, pixels, tiles, column_tiles;
-    bulk::Map input, result, other;
+    float* sums;
+    int channels, column_tiles;
+    int width, height;  // of the images whose pixels are taken
+    int tiles, tiles_along, tiles_down;
+    bulk::Map input, filters, result, other;
 };
 
 struct Block {
@@ -73,32 +83,30 @@ struct Block {
           workers(gridDim.x / p.column_tiles) {}
 };
 
-// The filters of a block's columns, as products read them; what is behind the last is 0.
-__device__ __forceinline__ void bring_filters(const Params& p, const Block& block, unsigned char* filters) {
+// One thread: the filters of a block's columns; what is behind the last is 0. They come as one box, [depth / 64][columns],
+// or where they lie across as boxes of `turned_rows`, [columns / 64][depth].
+constexpr int turned_rows = 64 * (chunks % 4 == 0 ? 4 : chunks % 3 == 0 ? 3 : chunks % 2 == 0 ? 2 : 1);
+__device__ __forceinline__ void bring_filters(const Params& p, const Block& block, unsigned char* filters,
+                                              bulk::Barrier& arrived) {
+    bulk::expect(arrived, filter_bytes);
     if constexpr (Traits::forward) {
-        constexpr int pieces = depth / 8;
-        for (int i = threadIdx.x; i < columns * pieces; i += threads) {
-            const int row = i / pieces, piece = i % pieces;
-            Pack<T, 8> found = {};
-            if (block.column + row < p.channels) found = load<8>(p.w + i64(block.column + row) * depth + 8 * piece);
-            *reinterpret_cast<Pack<T, 8>*>(filters + piece / 8 * columns * 128 + tensor::swizzled(row, piece % 8)) =
-                found;
-        }
+        bulk::copy_cube(filters, p.filters, arrived, 0, block.column, 0);
     } else {
-        constexpr int pieces = columns / 8;
-        for (int i = threadIdx.x; i < depth * pieces; i += threads) {
-            const int d = i / pieces, first = i % pieces * 8;
-            Pack<T, 8> found = {};
-            if (block.column + first < p.channels) found = load<8>(p.w + i64(d) * p.channels + block.column + first);
-            unsigned char* const to = filters + d / 64 * columns * 128 + d % 8 * 2;
-#pragma unroll
-            for (int k = 0; k < 8; ++k)
-                *reinterpret_cast<T*>(to + tensor::swizzled(first + k, d % 64 / 8)) = found.value[k];
-        }
+        for (int c = 0; c < boxes; ++c)
+            for (int d = 0; d < depth; d += turned_rows)
+                bulk::copy(filters + (c * depth + d) * 128, p.filters, arrived, 1, block.column + 64 * c, d);
     }
 }
+// The filters of a product: `d` times 64 and `k` times 16 channels on.
+__device__ __forceinline__ u64 filters_at(u64 filters, int d, int k) {
+    return tensor::along(filters, Traits::forward ? d * columns * 128 + k * 32 : d * 8192 + k * 2048);
+}
 
-__device__ __forceinline__ void bring_vectors(const Params& p, const Block& block, T* vectors) {
+__device__ __forceinline__ void bring_vectors(const Params& p, const Block& block, T* vectors, float* before) {
+#pragma unroll
+    for (int k = 0; k < Prologue::count; ++k)
+        for (int i = threadIdx.x; i < depth; i += threads)
+            before[k * depth + i] = static_cast<const float*>(p.operands[k])[i];
 #pragma unroll
     for (int k = 0; k < Epilogue::count; ++k)
         if (Traits::channels >> k & 1)
@@ -109,196 +117,263 @@ __device__ __forceinline__ void bring_vectors(const Params& p, const Block& bloc
                         : T(0.0f);
 }
 
-// One thread: boxes of all tiles, as far ahead as there is room.
-__device__ __forceinline__ void bring(const Params& p, const Block& block, unsigned char* inputs,
-                                      unsigned char* results, bulk::Barrier* full, bulk::Barrier* empty,
-                                      bulk::Barrier* arrived, bulk::Barrier* released) {
-    for (int tile = block.worker, i = 0; tile < p.tiles; tile += block.workers, ++i) {
-        const int stage = i % stages, buffer = i % buffers;
-        if (i >= stages) bulk::wait(empty[stage], (i / stages - 1) & 1);
-        bulk::expect(full[stage], input_bytes);
-#pragma unroll
-        for (int d = 0; d < depth / 64; ++d)
-            bulk::copy(inputs + stage * input_bytes + d * rows * 128, p.input, full[stage], 1, 64 * d, tile * rows);
-        if constexpr (held) {
-            if (i >= buffers) bulk::wait(released[buffer], (i / buffers - 1) & 1);
-            bulk::expect(arrived[buffer], result_bytes);
-#pragma unroll
-            for (int c = 0; c < columns / 64; ++c)
-                bulk::copy(results + buffer * result_bytes + c * rows * 128, p.other, arrived[buffer], 1,
-                           block.column + 64 * c, tile * rows);
-        }
+struct Place {
+    int x, y, image;
+};
+
+// A group's own: its places in shared memory, and the tiles it takes.
+struct Group {
+    unsigned char *inputs, *results;
+    bulk::Barrier *full, *arrived;
+    int first, step, tiles;  // its first tile, from one to the next, and how many
+
+    // The first pixel of its tile `i`.
+    __device__ __forceinline__ Place place(const Params& p, int i) const {
+        const int tile = first + i * step;
+        if constexpr (Traits::dense) return {tile * across, 0, 0};
+        const int row = tile / p.tiles_along;
+        return {(tile - row * p.tiles_along) * across, row % p.tiles_down * lines, row / p.tiles_down};
+    }
+};
+
+// One thread: the boxes from `begin` to `end` of the group's input, as many as there are.
+__device__ __forceinline__ void bring(const Params& p, const Group& group, int begin, int end) {
+    end = min(end, group.tiles * parts);
+    for (int box = begin; box < end; ++box) {
+        const int stage = box % stages;
+        const Place at = group.place(p, box / parts);
+        bulk::expect(group.full[stage], stage_bytes);
+        bulk::copy(group.inputs + stage * stage_bytes, p.input, group.full[stage], 0, at.x, at.y, at.image,
+                   box % parts * span);
     }
 }
-
-// The prologue of a tile's inputs: a thread has eight channels, of some rows.
-template <class Vectors>
-__device__ __forceinline__ void change(unsigned char* input, const Vectors& vectors) {
-    constexpr int pieces = depth / 8, between = threads / pieces;
-    const int piece = threadIdx.x % pieces;
-#pragma unroll
-    for (int first = 0; first < rows; first += between) {
-        const int row = first + threadIdx.x / pieces;
-        if (threadIdx.x >= between * pieces || row >= rows) break;
-        auto* const at =
-            reinterpret_cast<Pack<T, 8>*>(input + piece / 8 * rows * 128 + tensor::swizzled(row, piece % 8));
-        const Pack<T, 8> before = *at;
-        Pack<T, 8> after;
-        Sum value[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) value[i] = widen<Sum>(before.value[i]);
-        vectors.apply(value);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) after.value[i] = T(value[i]);
-        *at = after;
-    }
+// One thread: what the epilogue of the group's box `box` of results reads, if there is such a box.
+__device__ __forceinline__ void bring_held(const Params& p, const Block& block, const Group& group, int box) {
+    if (box >= group.tiles * boxes) return;
+    const int buffer = box % buffers;
+    const Place at = group.place(p, box / boxes);
+    bulk::expect(group.arrived[buffer], box_bytes);
+    bulk::copy(group.results + buffer * place_bytes, p.other, group.arrived[buffer], block.column + box % boxes * 64,
+               at.x, at.y, at.image);
 }
 
-// The epilogue of a thread's sums, to where results lie in shared memory; a tensor that it reads lies there before.
-__device__ __forceinline__ void finish(const Params& p, const float (&sum)[width / 2], unsigned char* results,
-                                       const T* vectors, int warp, int lane) {
-    const void* given[Epilogue::count > 0 ? Epilogue::count : 1];
+// A warp's share of a box, as the first operand of four products: rows 16 * warp on, 64 channels.
+__device__ __forceinline__ void read_box(u32 (&a)[4][4], const unsigned char* box, int warp, int lane) {
 #pragma unroll
-    for (int k = 0; k < Epilogue::count; ++k)
-        given[k] = k == Traits::held           ? static_cast<const void*>(results)
-                   : Traits::channels >> k & 1 ? static_cast<const void*>(vectors + k * columns)
-                                               : p.operands[Prologue::count + k];
-    const int group = warp / 4, row = (row_groups > 1 ? 64 * group : 0) + 16 * (warp % 4) + lane / 4;
-    const int first = column_groups > 1 ? width * group : 0;
+    for (int k = 0; k < 4; ++k)
+        tensor::load_matrices(a[k], box + tensor::swizzled(16 * warp + lane % 16, 2 * k + lane / 16));
+}
+// The prologue of it: a register has two channels of one row.
+__device__ __forceinline__ void change(u32 (&a)[4][4], const float* before, int first, int lane) {
+    const void* given[Prologue::count > 0 ? Prologue::count : 1];
 #pragma unroll
-    for (int j = 0; j < width / 8; ++j)
+    for (int k = 0; k < Prologue::count; ++k) given[k] = before + k * depth;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int column = first + 8 * j + 2 * (lane % 4), at = row + 8 * h;
-            const int place = column / 64 * rows * 128 + tensor::swizzled(at, column % 64 / 8) + column % 8 * 2;
-            Sum pair[2] = {sum[4 * j + 2 * h], sum[4 * j + 2 * h + 1]};
-            Epilogue::template apply<2, true>(pair, given, column, place / 2);
-            *reinterpret_cast<Pack<T, 2>*>(results + place) = {T(pair[0]), T(pair[1])};
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            typename Prologue::template Vectors<2> vectors;
+            vectors.read(given, first + 16 * k + 8 * half + lane % 4 * 2);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                u32& word = a[k][2 * half + h];
+                Pack<T, 2> pair = reinterpret_cast<const Pack<T, 2>&>(word);
+                Sum value[2] = {widen<Sum>(pair.value[0]), widen<Sum>(pair.value[1])};
+                vectors.apply(value);
+                pair = {T(value[0]), T(value[1])};
+                word = reinterpret_cast<const u32&>(pair);
+            }
         }
 }
 
-// What a tile adds to a thread's two channels: their sum and the sum of their squares over its share of the rows.
-constexpr int sharers = threads / (columns / 2);
-__device__ __forceinline__ void add_up(float (&total)[4], const unsigned char* results, int valid) {
-    const int column = threadIdx.x % (columns / 2) * 2;
-#pragma unroll 8
-    for (int row = threadIdx.x / (columns / 2); row < rows; row += sharers) {
-        if (row >= valid) break;
-        const int place = column / 64 * rows * 128 + tensor::swizzled(row, column % 64 / 8) + column % 8 * 2;
-        const Pack<T, 2> pair = *reinterpret_cast<const Pack<T, 2>*>(results + place);
+// The products of a group's tile `i`.
+template <int N>
+__device__ __forceinline__ void multiply(float (&sum)[N], const Group& group, u64 a, u64 b, int i) {
+    tensor::group_begin();
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float value = float(pair.value[i]);
-            total[2 * i] += value;
-            total[2 * i + 1] += value * value;
-        }
+    for (int d = 0; d < chunks; ++d) {
+        const int box = i * parts + d / span, stage = box % stages;
+        if (d % span == 0) bulk::wait(group.full[stage], box / stages & 1);
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            tensor::group_product(sum, tensor::along(a, stage * stage_bytes + d % span * box_bytes + k * 32),
+                                  filters_at(b, d, k));
     }
+    tensor::group_commit();
+    tensor::group_wait<0>(sum);
 }
-
-extern "C" __global__ void __launch_bounds__(threads + 32, Traits::residents)
-pixels(const __grid_constant__ Params p) {
-    DYNAMIC_SHARED(memory);
-    __shared__ bulk::Barrier full[stages], empty[stages], arrived[buffers], released[buffers];
-    unsigned char* const filters = reinterpret_cast<unsigned char*>((u64(memory) + 1023) / 1024 * 1024);
-    unsigned char* const inputs = filters + filter_bytes;
-    unsigned char* const results = inputs + stages * input_bytes;
-    T* const vectors = reinterpret_cast<T*>(results + buffers * result_bytes);
-
-    // Place.
-    const Block block(p);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (threadIdx.x == threads) {
-        bulk::fetch_map(p.input);
-        bulk::fetch_map(p.result);
-        for (int i = 0; i < stages; ++i) {
-            bulk::init(full[i], 1);
-            bulk::init(empty[i], threads);
-        }
-        for (int i = 0; i < buffers; ++i) {
-            bulk::init(arrived[i], 1);
-            bulk::init(released[i], 1);
-        }
-        bulk::publish();
-    }
-    if (warp < 8) {
-        bring_filters(p, block, filters);
-        bring_vectors(p, block, vectors);
-        tensor::shared_written();
-    }
-    __syncthreads();
-
-    if (warp == 8) {
-        // Copy.
-        if (lane == 0) bring(p, block, inputs, results, full, empty, arrived, released);
-        return;
-    }
-    typename Prologue::template Vectors<8> before;
-    if constexpr (Prologue::there) before.read(p.operands, threadIdx.x % (depth / 8) * 8);
-    float total[4] = {};
-    const u64 a = tensor::descriptor(inputs + (row_groups > 1 ? warp / 4 * 64 * 128 : 0));
-    const u64 b = tensor::descriptor(filters + (column_groups > 1 ? warp / 4 * width * 128 : 0));
-    for (int tile = block.worker, i = 0; tile < p.tiles; tile += block.workers, ++i) {
-        const int stage = i % stages, buffer = i % buffers;
-        unsigned char* const to = results + buffer * result_bytes;
-
-        // Multiply.
-        bulk::wait(full[stage], i / stages & 1);
-        if constexpr (Prologue::there) {
-            change(inputs + stage * input_bytes, before);
-            tensor::shared_written();
-            bulk::sync_first<threads>();
-        }
-        float sum[width / 2];
+// The same with a prologue: while a box is multiplied, the next one is read and changed.
+template <int N>
+__device__ __forceinline__ void multiply_changed(float (&sum)[N], const Group& group, const float* before, u64 b, int i,
+                                                 int warp, int lane) {
+    u32 a[2][4][4];
 #pragma unroll
-        for (int k = 0; k < width / 2; ++k) sum[k] = 0;
+    for (int d = 0; d < chunks; ++d) {
+        const int box = i * parts + d / span, stage = box % stages;
+        auto& mine = a[d % 2];
+        if (d % span == 0) bulk::wait(group.full[stage], box / stages & 1);
+        read_box(mine, group.inputs + stage * stage_bytes + d % span * box_bytes, warp, lane);
+        change(mine, before, 64 * d, lane);
+        if (d > 0) {
+            tensor::group_wait<0>(sum);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) tensor::keep(a[(d + 1) % 2][k]);
+        }
         tensor::group_begin();
 #pragma unroll
-        for (int k = 0; k < depth / 16; ++k)
-            tensor::group_product(sum, tensor::along(a, stage * input_bytes + k / 4 * rows * 128 + k % 4 * 32),
-                                  tensor::along(b, k / 4 * columns * 128 + k % 4 * 32));
+        for (int k = 0; k < 4; ++k) tensor::group_product(sum, mine[k], filters_at(b, d, k));
         tensor::group_commit();
-        tensor::group_wait<0>(sum);
-        bulk::arrive(empty[stage], 0);
-
-        // Compute.
-        if constexpr (held) {
-            bulk::wait(arrived[buffer], i / buffers & 1);
-        } else {
-            if (threadIdx.x == 0) bulk::read_but<buffers - 1>();
-            bulk::sync_first<threads>();
-        }
-        finish(p, sum, to, vectors, warp, lane);
-        bulk::written();
-        bulk::sync_first<threads>();
-
-        // Store.
-        if (threadIdx.x == 0) {
-#pragma unroll
-            for (int c = 0; c < columns / 64; ++c)
-                bulk::store(to + c * rows * 128, p.result, block.column + 64 * c, tile * rows);
-            bulk::commit();
-            if constexpr (held) {
-                bulk::read_but<1>();
-                if (i > 0) bulk::arrive(released[(i - 1) % buffers], 0);
-            }
-        }
-        if constexpr (Traits::stats) add_up(total, to, p.pixels - tile * rows);
     }
-    if (threadIdx.x == 0) bulk::read_but<0>();
-    if constexpr (Traits::stats) {
-        bulk::sync_first<threads>();  // nobody reads results any more, nor does a store
-        float* const all = reinterpret_cast<float*>(results);
+    tensor::group_wait<0>(sum);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) all[4 * threadIdx.x + k] = total[k];
-        bulk::sync_first<threads>();
-        if (threadIdx.x < columns / 2) {
+    for (int k = 0; k < 4; ++k) tensor::keep(a[(chunks + 1) % 2][k]);
+}
+
+// The epilogue of a thread's sums of box `c`, to where results lie in shared memory; a tensor that it reads lies there
+// before. `total` has the sum and the sum of squares of each of its channels, over the rows that `valid` lets through.
+template <int N, int Totals>
+__device__ __forceinline__ void finish(const Params& p, const float (&sum)[N], int c, unsigned char* results,
+                                       const T* vectors, float (&total)[Totals], const u32 (&valid)[2], int warp,
+                                       int lane) {
+    const int row = 16 * warp + lane / 4, start = row * 128 + row % 8 * 16 + lane % 4 * 4;
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                float sum = 0;
-                for (int other = 0; other < sharers; ++other) sum += all[4 * (other * (columns / 2) + threadIdx.x) + k];
-                const int channel = block.column + 2 * threadIdx.x + k / 2;
-                if (channel < p.channels) p.parts[(i64(block.worker) * p.channels + channel) * 2 + k % 2] = sum;
+    for (int j = 0; j < 8; ++j) {
+        const void* given[Epilogue::count > 0 ? Epilogue::count : 1];
+        Pack<T, 2> of_channels[Epilogue::count > 0 ? Epilogue::count : 1];
+#pragma unroll
+        for (int k = 0; k < Epilogue::count; ++k) {
+            given[k] = k == Traits::held ? static_cast<const void*>(results) : p.operands[Prologue::count + k];
+            if (Traits::channels >> k & 1) {
+                of_channels[k] =
+                    *reinterpret_cast<const Pack<T, 2>*>(vectors + k * columns + 64 * c + 8 * j + lane % 4 * 2);
+                given[k] = &of_channels[k];
             }
         }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int place = (start ^ j * 16) + h * 1024, at = 32 * c + 4 * j;
+            Sum pair[2] = {sum[at + 2 * h], sum[at + 2 * h + 1]};
+            Epilogue::template apply<2, true>(pair, given, 0, place / 2);
+            Pack<T, 2> rounded = {T(pair[0]), T(pair[1])};
+            *reinterpret_cast<Pack<T, 2>*>(results + place) = rounded;
+            if constexpr (Traits::stats) {
+                const u32 word = reinterpret_cast<const u32&>(rounded) & valid[h];
+                rounded = reinterpret_cast<const Pack<T, 2>&>(word);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float value = float(rounded.value[i]);
+                    total[at + 2 * i] += value;
+                    total[at + 2 * i + 1] += value * value;
+                }
+            }
+        }
+    }
+}
+
+// What all threads have added up, to `sums`; `all` has room for [4 * groups][columns][2].
+template <int Totals>
+__device__ __forceinline__ void join(const Params& p, const Block& block, float* all, float (&total)[Totals]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < Totals; ++k) {
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) total[k] += __shfl_xor_sync(~0u, total[k], mask);
+        if (lane < 4) all[2 * columns * warp + 2 * (k / 4 * 8 + lane * 2) + k % 4] = total[k];
+    }
+    __syncthreads();
+    for (int at = threadIdx.x; at < 2 * columns; at += threads) {
+        if (block.column + at / 2 >= p.channels) break;
+        float sum = 0;
+        for (int other = 0; other < 4 * groups; ++other) sum += all[2 * columns * other + at];
+        p.sums[(i64(block.worker) * p.channels + block.column) * 2 + at] = sum;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(threads, 1)
+pixels(const __grid_constant__ Params p) {
+    DYNAMIC_SHARED(memory);
+    __shared__ bulk::Barrier full[groups * stages], arrived[groups * buffers], filters_arrived;
+    unsigned char* const filters = reinterpret_cast<unsigned char*>((u64(memory) + 1023) / 1024 * 1024);
+    unsigned char* const inputs = filters + filter_bytes;
+    unsigned char* const results = inputs + groups * stages * stage_bytes;
+    T* const vectors = reinterpret_cast<T*>(results + groups * buffers * place_bytes);
+    float* const before = reinterpret_cast<float*>(vectors + Epilogue::count * columns);
+
+    // Place.
+    if constexpr (Traits::stats) let_next_start();
+    const Block block(p);
+    const int at = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const bool leads = threadIdx.x % 128 == 0, feeds = threadIdx.x % 128 == 32;
+    Group group = {inputs + at * stages * stage_bytes,
+                   results + at * buffers * place_bytes,
+                   full + at * stages,
+                   arrived + at * buffers,
+                   block.worker * groups + at,
+                   block.workers * groups};
+    group.tiles = max(0, (p.tiles - group.first + group.step - 1) / group.step);
+    if (leads) {
+        for (int i = 0; i < stages; ++i) bulk::init(group.full[i], 1);
+        for (int i = 0; i < buffers; ++i) bulk::init(group.arrived[i], 1);
+        if (at == 0) bulk::init(filters_arrived, 1);
+        bulk::publish();
+        if (at == 0) bring_filters(p, block, filters, filters_arrived);
+        bring(p, group, 0, stages);
+        if constexpr (held)
+            for (int i = 0; i < buffers; ++i) bring_held(p, block, group, i);
+    }
+    bring_vectors(p, block, vectors, before);
+    __syncthreads();
+    bulk::wait(filters_arrived, 0);
+
+    float total[Traits::stats ? columns / 2 : 1] = {};
+    const u64 a = tensor::descriptor(group.inputs),
+              b = Traits::forward ? tensor::descriptor(filters) : tensor::turned_descriptor(filters, depth * 128);
+    for (int i = 0; i < group.tiles; ++i) {
+        const Place first = group.place(p, i);
+        float sum[columns / 2];
+#pragma unroll
+        for (int k = 0; k < columns / 2; ++k) sum[k] = 0;
+
+        // Multiply.
+        if constexpr (Prologue::there)
+            multiply_changed(sum, group, before, b, i, warp, lane);
+        else
+            multiply(sum, group, a, b, i);
+
+        u32 valid[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = 16 * warp + lane / 4 + 8 * h;
+            const bool inside = first.x + row % across < p.width && first.y + row / across < p.height;
+            valid[h] = inside && row < rows ? ~0u : 0u;
+        }
+#pragma unroll
+        for (int c = 0; c < boxes; ++c) {
+            // Compute.
+            const int box = i * boxes + c, buffer = box % buffers;
+            unsigned char* const to = group.results + buffer * place_bytes;
+            if constexpr (held) bulk::wait(group.arrived[buffer], box / buffers & 1);
+            finish(p, sum, c, to, vectors, total, valid, warp, lane);
+            bulk::written();
+            if (!held && leads) bulk::read_but<buffers - 2>();  // the place of the next box
+            bulk::sync_group(at);
+
+            // Store, and ask for more.
+            if (c == 0 && feeds) bring(p, group, i * parts + stages, (i + 1) * parts + stages);
+            if (leads) {
+                bulk::store(to, p.result, block.column + 64 * c, first.x, first.y, first.image);
+                bulk::commit();
+                if constexpr (held)
+                    if (box > 0) {
+                        bulk::read_but<1>();
+                        bring_held(p, block, group, box - 1 + buffers);
+                    }
+            }
+        }
+    }
+    if (leads) bulk::read_but<0>();
+    if constexpr (Traits::stats) {
+        __syncthreads();  // no store reads results any more
+        join(p, block, reinterpret_cast<float*>(results), total);
     }
 }
