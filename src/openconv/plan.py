@@ -28,6 +28,7 @@ from torch import Tensor
 from .cpu.device import cpu_device
 from .cpu.memory import LARGE, large_tensor
 from .cuda.device import CudaDevice, cuda_device, device_for
+from .cuda.launch import Single
 from .device import Device
 from .engine import Engine, Runner
 from .epilogue import IDENTITY, Acc, Epilogue, Expr, Node, Operand
@@ -155,6 +156,7 @@ class Plan:
     epilogue it passes over what is given in their place. ``into(a, b, operands, results, workspace)``, where the engine
     alone computes the problem, fills tensors that are given: everything lies as the problem says, vectors of a prologue
     are of f32 and operands of the result's dtype; ``workspace`` has ``candidate.workspace`` bytes, None for none.
+    ``direct`` is there where ``into`` is one launch on the addresses of ``a``, ``b``, the result and the operands.
     """
 
     problem: Problem
@@ -166,6 +168,7 @@ class Plan:
     call: Callable[[Tensor, Tensor, Sequence[Tensor]], Any]
     lean: Callable[..., Tensor] | None = None
     into: Callable[..., None] | None = None
+    direct: Single | None = None
 
     def __call__(self, a: Tensor, b: Tensor, operands: Sequence[Tensor] = ()) -> Any:
         return self.call(a, b, operands)
@@ -190,7 +193,8 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
         return Plan(problem, core, device, policy, None, ("no products: fill with zeros",), call)
     candidate = candidate or choose(core, device, policy)
     engine = candidate.engine
-    runner = engine.build(core, device, candidate.knobs)
+    built = engine.build(core, device, candidate.knobs)
+    runner = built.run if isinstance(built, Single) else built
     inner = problem if core.is_fused else _apart(problem, device)
     bias, rest = _taken(inner, core, engine)
     lean = None
@@ -207,7 +211,10 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
             call = _bare_call(core, lean)
     into = _into_call(problem, core, runner, bias, rest, engine)
     steps = _all_steps(problem, core, device, candidate)
-    return Plan(problem, core, device, policy, candidate, steps, call, lean, into)
+    alone = not problem.epilogue.also and not problem.stats
+    takes_all = core.is_fused or engine.takes_epilogue or not problem.epilogue.operands
+    direct = built if into is not None and isinstance(built, Single) and alone and takes_all else None
+    return Plan(problem, core, device, policy, candidate, steps, call, lean, into, direct)
 
 
 def _taken(problem: Problem, core: Problem, engine: Engine) -> tuple[str | None, Epilogue]:

@@ -28,7 +28,7 @@ from ..engine import Runner
 from . import jit
 from .device import CudaDevice
 
-__all__ = ["Launch", "TensorMap", "aligned", "pack", "single"]
+__all__ = ["Launch", "Single", "TensorMap", "aligned", "pack", "single"]
 
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -176,13 +176,13 @@ class Launch:
         if stream != mine.stream:
             _write_stream(mine.configuration, _STREAM, stream)
             mine.stream = stream
-        for at, held in zip(self._mapped, mine.maps, strict=True) if self._mapped else ():
-            if held[1] != pointers[at]:
-                if failed := self._replace(held[0], ctypes.c_void_p(pointers[at])):
-                    _check(failed, self._name)
-                held[1] = pointers[at]
-        failed = self._launch(*mine.arguments)
-        if failed:
+        if self._mapped:
+            for at, held in zip(self._mapped, mine.maps, strict=True):
+                if held[1] != pointers[at]:
+                    if failed := self._replace(held[0], ctypes.c_void_p(pointers[at])):
+                        _check(failed, self._name)
+                    held[1] = pointers[at]
+        if failed := self._launch(*mine.arguments):
             _check(failed, self._name)
 
 
@@ -200,11 +200,30 @@ def aligned(tensor: Tensor, size: int) -> Tensor:
     return tensor if tensor.data_ptr() % size == 0 else tensor.clone()
 
 
-def single(launch: Launch, size: int) -> Runner:
-    """``launch(a, b, out, *operands)`` as a whole engine, on tensors that start at multiples of ``size`` bytes: one
-    that does not is copied."""
+class Single:
+    """``launch(a, b, out, *operands)`` as a whole engine, on tensors that start at multiples of ``alignment`` bytes:
+    one that does not is copied. Who has the addresses, and knows them to be such multiples, calls ``launch`` itself;
+    who has tensors saves a tenth of a microsecond by calling ``run``."""
 
-    def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...]) -> None:
+    __slots__ = ("alignment", "launch", "run")
+
+    def __init__(self, launch: Launch, alignment: int) -> None:
+        self.launch, self.alignment = launch, alignment
+        self.run = _on_tensors(launch, alignment)
+
+    def __call__(
+        self, a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...] | None
+    ) -> None:
+        self.run(a, b, out, workspace, operands)
+
+
+def single(launch: Launch, size: int) -> Single:
+    """One launch as a whole engine: :class:`Single`."""
+    return Single(launch, size)
+
+
+def _on_tensors(launch: Launch, size: int) -> Runner:
+    def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...] | None) -> None:
         first, second, to = a.data_ptr(), b.data_ptr(), out.data_ptr()
         if not operands:
             if (first | second | to) % size == 0:
@@ -215,7 +234,7 @@ def single(launch: Launch, size: int) -> Runner:
             if reduce(or_, others, first | second | to) % size == 0:
                 launch(first, second, to, *others)
                 return
-        kept = [aligned(tensor, size) for tensor in (a, b, out, *operands)]
+        kept = [aligned(tensor, size) for tensor in (a, b, out, *(operands or ()))]
         launch(*[tensor.data_ptr() for tensor in kept])
         if kept[2] is not out:
             out.copy_(kept[2])
