@@ -105,7 +105,7 @@ class Pixels(Engine):
         return tuple(found[:_ALTERNATIVES])
 
     def cost(self, problem: Problem, device: Device, knobs: PixelTile) -> float:
-        # Fitted to 969 times of 9 layers on an H200; the tile that it prefers is 2% behind the best on average. The
+        # Fitted to 434 times of 9 layers on an H200; the tile that it prefers is 1% behind the best on average. The
         # bytes, or the cycles of a group's tiles one behind the other: waiting, products, prologue, and each box of
         # results; what has not been asked for early enough; the prologues and products of all groups.
         assert isinstance(device, CudaDevice)
@@ -113,13 +113,14 @@ class Pixels(Engine):
         columns, groups = ceil(problem.result_channels / knobs.columns), knobs.groups
         pixels, held, changed = prod(tiling.images), _held(problem) >= 0, not problem.prologue.is_identity
         moved = 128 * chunks * (pixels + problem.result_channels) + 2 * pixels * (1 + held) * problem.result_channels
-        memory = (moved / 1.06 + 128 * chunks * pixels * (columns - 1) / 20) / device.bandwidth
+        memory = (moved / 1.05 + 128 * chunks * pixels * (columns - 1) / 25) / device.bandwidth
         products = 2 * chunks * knobs.columns
-        alone = 400 + 170 * chunks / knobs.span + 1.7 * products + 360 * boxes + 146 * chunks * changed
-        alone += 136 * max(0, 2 * chunks - knobs.stages * knobs.span) + 880 * held * boxes / (knobs.buffers - 1)
+        alone = 430 + 115 * chunks / knobs.span + 0.62 * products + 660 * boxes + 270 * chunks * changed
+        alone += 227 * max(0, 2 * chunks - knobs.stages * knobs.span) + 1270 * held * boxes / (knobs.buffers - 1)
         rounds = ceil(tiling.tiles / (groups * _workers(problem, device, knobs)))
-        busy = rounds * max(alone, groups * max(products, 430 * chunks * changed)) / _CLOCK
-        return 6.9e-6 + max(memory, busy) + 0.33 * min(memory, busy) + 1.7e-6 * problem.stats
+        busy = rounds * max(alone, groups * max(products, 414 * chunks * changed)) / _CLOCK
+        fixed = 6.4e-6 + 4e-6 * problem.stats + 0.25e-6 * (groups > 4)
+        return fixed + max(memory, busy) + 0.19 * min(memory, busy)
 
     def build(self, problem: Problem, device: Device, knobs: PixelTile) -> Runner:
         assert isinstance(device, CudaDevice)

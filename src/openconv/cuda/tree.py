@@ -10,15 +10,15 @@ the pieces. The order of all sums depends on the sizes alone, and on no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from math import ceil, gcd, inf, prod
+from math import ceil, gcd, prod
 
 from ..device import Device
-from ..epilogue import Const, Expr, Node, Operand, apply
+from ..epilogue import Const, Expr, Node, Operand
 from ..problem import DTYPE_BYTES
-from ..tree import Reduction, Tree
+from ..tree import Tree
+from ..tree_layout import Axis, Layout, expressions, nodes
 from . import jit, render
 from .device import CudaDevice
 from .divide import divisor
@@ -36,7 +36,6 @@ _MOST_SUMS = 32  # values that a thread of a reduction keeps
 _LEAST_UNITS = 8  # of a thread, below which another piece saves less time than joining it takes
 _TYPES = {name: name for name in ("f64", "f32", "f16", "bf16", "i64", "i32", "i16", "i8", "u8")} | {"bool": "flag"}
 _SIZES = {name: DTYPE_BYTES.get(name, 1) for name in _TYPES}
-_NOT_OF_NOTHING = ("min", "max", "amax")
 
 
 class TreeKernel:
@@ -99,121 +98,23 @@ def seconds(
 # -- how tensors lie ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """``strides`` of the inputs, then of the results, then of a reduced tensor, in which a reduced axis has 0."""
-
-    size: int
-    strides: tuple[int, ...]
-    reduced: bool = False
-
-
-def _ordered(axes: Iterable[_Axis], count: int) -> list[_Axis]:
-    """Axes longer than 1, the outermost first: by the strides of results (those from number ``count`` on, but the last,
-    which is a reduced tensor's), else of the inputs with the most axes. Neighbours that lie alike in all are one."""
-    left = [axis for axis in axes if axis.size != 1]
-    tensors = range(len(left[0].strides) - 1 if left else 0)
-    spans = {at: sum(axis.strides[at] != 0 for axis in left) for at in tensors}
-    leading = sorted(tensors, key=lambda at: (at < count, -spans[at]))
-
-    def distance(axis: _Axis) -> float:
-        return next((axis.strides[at] for at in leading if axis.strides[at]), inf)
-
-    merged: list[_Axis] = []
-    for axis in sorted(left, key=distance, reverse=True):
-        if merged and all(
-            outer == inner * axis.size for outer, inner in zip(merged[-1].strides, axis.strides, strict=True)
-        ):
-            axis = _Axis(merged.pop().size * axis.size, axis.strides, axis.reduced)
-        merged.append(axis)
-    return merged
-
-
-def _checked(
-    tree: Tree, shape: Sequence[int], inputs: Sequence[Sequence[int]], results: Sequence[Sequence[int]],
-    axes: Sequence[int],
-) -> None:  # fmt: skip
-    for what, given, wanted in (("inputs", inputs, tree.inputs), ("results", results, tree.results)):
-        if len(given) != len(wanted):
-            raise ValueError(f"strides of {len(given)} {what} are given; the tree has {len(wanted)}")
-        for strides in given:
-            if len(strides) != len(shape) or any(stride < 0 for stride in strides):
-                raise ValueError(
-                    f"strides of {what} are {tuple(strides)}; wanted {len(shape)} of them for the shape "
-                    f"{tuple(shape)}, none below 0"
-                )
-    for strides in results:
-        if any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True)):
-            raise ValueError(
-                f"a result of shape {tuple(shape)} has the strides {tuple(strides)}; wanted a place for each element"
-            )
-    for dtype in (*tree.inputs, *(dtype for _, dtype in tree.results), *(each.dtype for each in tree.reductions)):
-        if dtype not in _TYPES:
-            raise ValueError(f"dtype is {dtype!r}; wanted one of {', '.join(_TYPES)}")
-    if len(set(axes)) != len(axes) or not all(0 <= axis < len(shape) for axis in axes):
-        raise ValueError(f"axes are {tuple(axes)}; wanted different ones from 0 to {len(shape) - 1}")
-    tensors = len(tree.inputs) + len(tree.results) + len(tree.reductions)
-    if tensors + bool(tree.reductions) > _MOST_POINTERS:
-        raise ValueError(f"a tree has {tensors} tensors; wanted at most {_MOST_POINTERS - bool(tree.reductions)}")
-
-
-def _alone(reduction: Reduction) -> tuple[Expr, str]:
-    """A reduction of one element as a pointwise result, but that of ``mul_no_zeros``."""
-    expr = reduction.expr
-    return (apply("abs", expr) if reduction.mode in ("amax", "norm1", "norm2") else expr), reduction.dtype
-
-
 def _two(value: int) -> int:
     """The least power of two that is not smaller."""
     return 1 << max(0, value - 1).bit_length()
 
 
-class _Work:
+class _Work(Layout):
     """A tree and how its tensors lie, as the kernels take them."""
 
     def __init__(
         self, tree: Tree, shape: Sequence[int], inputs: Sequence[Sequence[int]], results: Sequence[Sequence[int]],
         axes: Sequence[int], aligned: bool,
     ) -> None:  # fmt: skip
-        _checked(tree, shape, inputs, results, axes)
-        over = set(axes) if tree.reductions else set()
-        kept_shape = [1 if at in over else size for at, size in enumerate(shape)]
-        places = [0] * len(shape)
-        if tree.reductions:
-            places = [0 if at in over else prod(kept_shape[at + 1 :]) for at in range(len(shape))]
-        self.results, self.terms = prod(kept_shape), prod(shape[at] for at in over)
-        self.empty = 0 in shape
-        if not self.terms and self.results:
-            for each in tree.reductions:
-                if each.mode in _NOT_OF_NOTHING:
-                    raise ValueError(
-                        f"{each} runs over axes {tuple(axes)} of {tuple(shape)}, which have no elements; wanted one at "
-                        f"least for {each.mode}"
-                    )
-        strides = [tuple(each) for each in (*inputs, *results)]
-        if tree.reductions and self.terms == 1:  # nothing is joined: a pointwise result like others
-            reductions = tree.reductions
-            if axes:
-                ones = [
-                    (apply("select", r.expr, r.expr, 1), r.dtype) if r.mode == "mul_no_zeros" else _alone(r)
-                    for r in reductions
-                ]
-            else:
-                ones = [_alone(r) for r in reductions]
-            tree = Tree(tree.inputs, (*tree.results, *ones))
-            strides += [tuple(places)] * len(ones)
-            places = [0] * len(shape)
-        self.tree, self.tensors = tree, len(strides)
-        self.dtypes = (*tree.inputs, *(dtype for _, dtype in tree.results))
-        found = [
-            _Axis(size, (*(each[at] for each in strides), places[at]), at in over) for at, size in enumerate(shape)
-        ]
-        self.distinct = [
-            prod(size for size, stride in zip(shape, each, strict=True) if stride or size == 0) for each in strides
-        ]
-        self.axes = [] if self.empty else _ordered(found, len(inputs))
-        if not self.axes:
-            self.axes = [_Axis(1, (0,) * (self.tensors + 1))]
+        tensors = len(tree.inputs) + len(tree.results) + len(tree.reductions)
+        if tensors + bool(tree.reductions) > _MOST_POINTERS:
+            raise ValueError(f"a tree has {tensors} tensors; wanted at most {_MOST_POINTERS - bool(tree.reductions)}")
+        super().__init__(tree, shape, inputs, results, axes, _TYPES)
+        self.dtypes = (*self.tree.inputs, *(dtype for _, dtype in self.tree.results))
         self.aligned = aligned
 
     @property
@@ -251,11 +152,11 @@ class _Work:
         return tuple(axis.strides[tensor] for axis in self.axes)
 
     @cached_property
-    def kept(self) -> list[_Axis]:
-        return [axis for axis in self.axes if not axis.reduced] or [_Axis(1, (0,) * (self.tensors + 1))]
+    def kept(self) -> list[Axis]:
+        return [axis for axis in self.axes if not axis.reduced] or [Axis(1, (0,) * (self.tensors + 1))]
 
     @cached_property
-    def reduced(self) -> list[_Axis]:
+    def reduced(self) -> list[Axis]:
         return [axis for axis in self.axes if axis.reduced]
 
     @cached_property
@@ -343,12 +244,6 @@ class _Work:
             return self.kept_blocks, self.pieces
         return (ceil(self.count / (_THREADS * self.units)),)
 
-    @cached_property
-    def moved(self) -> int:
-        """Bytes of all tensors' own elements."""
-        reduced = sum(_SIZES[each.dtype] for each in self.tree.reductions) * self.results
-        return reduced + sum(_SIZES[dtype] * n for dtype, n in zip(self.dtypes, self.distinct, strict=True))
-
     # -- as C++ -----------------------------------------------------------------------------------------------------
 
     @property
@@ -364,7 +259,7 @@ class _Work:
         pointers = self.tensors + len(self.tree.reductions) + 1
         return pack(pointers, (*wide, *kept, *reduced), (*kept_divisors, *reduced_divisors))
 
-    def _walked(self, axes: Sequence[_Axis], unit: bool, places: bool = False) -> tuple[list[int], list[int]]:
+    def _walked(self, axes: Sequence[Axis], unit: bool, places: bool = False) -> tuple[list[int], list[int]]:
         """``Strides`` of some axes, whose last is in units if ``unit``, and their divisors."""
         sizes = [axis.size for axis in axes]
         tensors = [next(at for at in range(self.tensors) if self._strides_of(at) == each) for each in self.classes]
@@ -424,7 +319,7 @@ class _Work:
         """``Fixed``, the inputs that are the same for all units of a thread, and ``Unit``, the others and the
         expressions."""
         tree, reduces = self.tree, bool(self.tree.reductions)
-        used = {node for expr in _expressions(tree) for node in _nodes(expr) if isinstance(node, Operand)}
+        used = {node for node in nodes(expressions(tree)) if isinstance(node, Operand)}
         fixed = [at for at in self.fixed if tree.leaves[at] in used]
         loose = [at for at, leaf in enumerate(tree.leaves) if leaf in used and at not in fixed]
 
@@ -442,7 +337,7 @@ class _Work:
         head = "    __device__ __forceinline__ void"
         places = "void* const* pointers, const Index* at, const i64* step"
         names = {leaf: f"{'fixed.' if at in fixed else ''}i{at}" for at, leaf in enumerate(tree.leaves)}
-        lines, codes = _computed(_expressions(tree), names)
+        lines, codes = _computed(expressions(tree), names)
         outputs = range(len(tree.inputs), self.tensors)
         for at, code in zip(outputs, codes, strict=False):
             lines.append(f"r{at}.set(i, {code});")
@@ -518,41 +413,20 @@ def _reductions(tree: Tree) -> list[str]:
     ]
 
 
-def _expressions(tree: Tree) -> list[Expr]:
-    return [*(expr for expr, _ in tree.results), *(each.expr for each in tree.reductions)]
-
-
-def _nodes(expr: Expr) -> Iterable[Expr]:
-    """Each node below once, children first."""
-    seen: dict[Expr, None] = {}
-
-    def visit(node: Expr) -> None:
-        if node not in seen:
-            for child in node.children:
-                visit(child)
-            seen[node] = None
-
-    visit(expr)
-    return seen
-
-
-def _computed(expressions: Sequence[Expr], names: Mapping[Operand, str]) -> tuple[list[str], list[str]]:
+def _computed(exprs: Sequence[Expr], names: Mapping[Operand, str]) -> tuple[list[str], list[str]]:
     """A line for each operation, however often its value is used, and the name of each expression's value."""
     values: dict[Expr, str] = {}
     lines: list[str] = []
-    for expr in expressions:
-        for node in _nodes(expr):
-            if node in values:
-                continue
-            if isinstance(node, Const):
-                values[node] = render._number(node.value)
-            elif isinstance(node, Operand):
-                lines.append(f"const Sum v{len(lines)} = {names[node]}.template get<Sum>(i);  // {node}")
-                values[node] = f"v{len(lines) - 1}"
-            else:
-                assert isinstance(node, Node)
-                args = [values[arg] for arg in node.args] + [render._number(value) for value in node.params]
-                kind = "<Sum>" if node.op in render._TEMPLATES else ""
-                lines.append(f"const Sum v{len(lines)} = op::{node.op}{kind}({', '.join(args)});")
-                values[node] = f"v{len(lines) - 1}"
-    return lines, [values[expr] for expr in expressions]
+    for node in nodes(exprs):
+        if isinstance(node, Const):
+            values[node] = render._number(node.value)
+        elif isinstance(node, Operand):
+            lines.append(f"const Sum v{len(lines)} = {names[node]}.template get<Sum>(i);  // {node}")
+            values[node] = f"v{len(lines) - 1}"
+        else:
+            assert isinstance(node, Node)
+            args = [values[arg] for arg in node.args] + [render._number(value) for value in node.params]
+            kind = "<Sum>" if node.op in render._TEMPLATES else ""
+            lines.append(f"const Sum v{len(lines)} = op::{node.op}{kind}({', '.join(args)});")
+            values[node] = f"v{len(lines) - 1}"
+    return lines, [values[expr] for expr in exprs]

@@ -31,7 +31,7 @@ from .compute import view_of
 from .drawing import cut, draw
 from .fusion import Kernel, dtype_bytes, fuse, tree_seconds
 from .ir import GraphTensor, Node, dense_strides
-from .program import Program, _placed, _spread, program_for
+from .program import Program, _placed, program_for, tree_engine, tree_strides
 from .rewrites import REWRITES
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class KernelReport:
     """A step: ``number`` is that of :meth:`Graph.plans`, None for a view, which costs nothing.
 
     ``text`` is the problem or the tree; ``moved`` counts each tensor that is read or written once; ``steps`` are what
-    the engine's call does, ``notes`` why no more nodes are in it.
+    the engine's call does, ``notes`` why no more nodes are in it, ``refusal`` why no kernel of a tree runs on the CPU.
     """
 
     number: int | None
@@ -106,6 +106,7 @@ class KernelReport:
     workspace: int
     steps: tuple[str, ...]
     notes: tuple[str, ...]
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -311,6 +312,7 @@ class _Reader:
     ) -> KernelReport:
         engine, knobs, workspace, notes = self._engine(kernel), "", 0, list(kernel.notes)
         steps: tuple[str, ...] = ()
+        refusal = ""
         seconds, nodes = self.seconds(kernel), self.nodes(kernel)
         if kernel.problem is not None and not kernel.problem.is_empty:
             candidate = self._candidate(kernel, choice)
@@ -320,14 +322,15 @@ class _Reader:
                 seconds = candidate.expected
             else:
                 notes.append(f"no engine takes it: {candidate}")
-        elif kernel.tree is not None and engine == "cuda.tree":
-            workspace = self._tree_workspace(kernel)
+        elif kernel.tree is not None:
+            workspace = self._tree_workspace(kernel, engine)
+            refusal = tree_engine(kernel, self.strides, self.program.device)[1] or ""
         return KernelReport(
             number=number, kind=_kind(kernel, self.views[kernel]), computes=" + ".join(node.op for node in nodes),
             engine=engine, knobs="" if knobs == "-" else knobs, text=_text(kernel),
             nodes=tuple(_node(node, stored) for node in nodes), inputs=tuple(map(_tensor, kernel.inputs)),
             results=tuple(map(_tensor, kernel.results)), moved=self.moved(kernel), seconds=seconds, workspace=workspace,
-            steps=steps, notes=tuple(notes),
+            steps=steps, notes=tuple(notes), refusal=refusal,
         )  # fmt: skip
 
     def _engine(self, kernel: Kernel) -> str:
@@ -337,7 +340,7 @@ class _Reader:
         if kernel.problem is not None:
             return "zeros" if kernel.problem.is_empty else "none"
         if kernel.tree is not None:
-            return "cuda.tree" if cuda and 0 not in kernel.shape and kernel.inputs else "torch"
+            return tree_engine(kernel, self.strides, self.program.device)[0]
         return "cuda.pool" if cuda and kernel.kind.startswith("resample") else "torch"
 
     def _candidate(self, kernel: Kernel, choice: tuple[str, str] | None) -> Candidate | str:
@@ -353,13 +356,20 @@ class _Reader:
         except UnsupportedProblem as error:
             return " ".join(str(error).split())
 
-    def _tree_workspace(self, kernel: Kernel) -> int:
-        from ..cuda.tree import _Work
-
+    def _tree_workspace(self, kernel: Kernel, engine: str) -> int:
         assert kernel.tree is not None
-        ins, outs = kernel.inputs, kernel.results[: len(kernel.tree.results)]
-        read, written = ([_spread(t.shape, self.strides[t], kernel.shape) for t in side] for side in (ins, outs))
-        return _Work(kernel.tree, kernel.shape, read, written, kernel.axes, True).workspace_bytes
+        read, written = tree_strides(kernel, self.strides)
+        if engine == "cuda.tree":
+            from ..cuda.tree import _Work as _CudaWork
+
+            return _CudaWork(kernel.tree, kernel.shape, read, written, kernel.axes, True).workspace_bytes
+        if engine == "cpu.tree":
+            from ..cpu.tree import workspace_bytes
+
+            return workspace_bytes(
+                kernel.tree, kernel.shape, read, written, kernel.axes, self.program.device.threads
+            )  # fmt: skip
+        return 0
 
     def workspace(self, reports: Sequence[KernelReport]) -> int:
         """Bytes of tensors between kernels and of the engines' scratch memory, where those whose lives do not meet
@@ -492,6 +502,8 @@ def _under(kernel: KernelReport, lead: str) -> Iterator[str]:
         yield from _folded(f"{lead}step: ", step)
     for note in kernel.notes:
         yield from _folded(f"{lead}why not more: ", note)
+    if kernel.refusal:
+        yield from _folded(f"{lead}why torch: ", kernel.refusal)
 
 
 def _picture(told: GraphExplanation) -> Iterator[str]:

@@ -2,26 +2,31 @@
 
 A tensor of the flow has a slot in that list. A step reads slots and fills others, for which it allocates a tensor
 unless one is there: outputs that the caller gave, or pieces of the caller's workspace. A slot is emptied behind its
-last use, so that torch's allocator can hand the memory on.
+last use, so that torch's allocator can hand the memory on. Steps that are one kernel each run on addresses instead
+(:mod:`.addresses`), unless a tensor of the caller's starts where a kernel does not take it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from math import prod
 from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..cpu.memory import LARGE, large_tensor
 from ..cuda.device import CudaDevice
+from ..device import Device
 from ..evaluate import evaluate_tree
 from ..plan import Plan, device_of, lower, make_plan, plan_for
 from ..problem import Problem
 from ..select import Candidate, Policy, current_policy, search
 from ..tensors import ALL_DTYPES, guards
+from .addresses import Addressed, Direct, Memory, View
 from .compute import compute, view_of
 from .fusion import Kernel, dtype_bytes, fuse
 from .ir import Flow, GraphTensor, Meta, dense_strides, layout_of_strides
@@ -58,7 +63,7 @@ class GraphPlan:
 @dataclass(eq=False)
 class Step:
     """A kernel and how it is run: ``run(values)``. ``plan`` is that of a convolution; ``workspace`` the slot of its
-    scratch memory, of so many bytes."""
+    scratch memory, of so many bytes; ``direct`` the same on addresses, where they are all that it needs."""
 
     kernel: Kernel
     run: Callable[[Values], None]
@@ -69,11 +74,15 @@ class Step:
     drop: tuple[int, ...] = ()
     reads: list[GraphTensor] = field(default_factory=list)
     """What it is given: the kernel's inputs, or what these are views of."""
+    direct: Direct | None = None
+    takes: tuple[int, ...] = ()
+    fills: tuple[int, ...] = ()
+    """The slots of what it reads and of its results."""
 
 
 def signature(values: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What a program depends on."""
-    return tuple([(v.shape, v.stride(), v.dtype, v.device) for v in values])
+    """What a program depends on, and what it does not take: kernels would not see that a lazy view is one."""
+    return tuple([(v.shape, v.stride(), v.dtype, v.device, v.is_neg() or v.is_conj()) for v in values])
 
 
 def program_for(graph: Graph, device: torch.device, values: Sequence[Tensor] | None = None) -> Program:
@@ -144,6 +153,8 @@ class Program:
         self._strides: dict[GraphTensor, tuple[int, ...]] = {}
         self._constants: list[tuple[int, Tensor]] = []
         self._is_view: dict[Any, bool] = {}
+        self._makers: dict[int, _Maker] = {}
+        self._views: dict[int, tuple[int, int]] = {}
         self._viewed: set[int] = set()
         for tensor in self.inputs:
             assert tensor is not None
@@ -199,7 +210,7 @@ class Program:
     def _maker(self, tensor: GraphTensor) -> _Maker:
         """What allocates a result."""
         made = _Maker(tensor.shape, dense_strides(tensor.shape, tensor.layout), ALL_DTYPES[tensor.dtype], self.place)
-        self._slot(tensor, made.strides)
+        self._makers[self._slot(tensor, made.strides)] = made
         return made
 
     def _scratch(self, size: int) -> tuple[int | None, Callable[[], Tensor] | None]:
@@ -246,7 +257,11 @@ class Program:
             return [Step(kernel, _calling(plan, kernel, prepare, slots, outs, makers), engine, plan, reads=reads)]
         workspace, scratch = self._scratch(size)
         run = _filling(plan.into, kernel, prepare, slots, outs, makers, workspace, scratch)
-        return [Step(kernel, run, engine, plan, workspace, size, reads=reads)]
+        direct = None
+        if plan.direct is not None and all(form is None or isinstance(form, View) for form in prepare):
+            first, second, *rest = slots
+            direct = Direct(plan.direct.launch, (first, second, *outs, *rest), plan.direct.alignment)
+        return [Step(kernel, run, engine, plan, workspace, size, reads=reads, direct=direct)]
 
     def _read(self, kernel: Kernel, problem: Problem) -> list[GraphTensor]:
         """The inputs of a convolution; a vector that was reshaped, as it was before."""
@@ -291,7 +306,7 @@ class Program:
         ]
 
     def _form(
-        self, tensor: GraphTensor, layout: str, dtype: torch.dtype | None, view: Callable[[Tensor], Tensor] | None
+        self, tensor: GraphTensor, layout: str, dtype: torch.dtype | None, view: View | None
     ) -> Callable[[Tensor], Tensor] | None:
         layout = "nchw" if view is not None else layout
         dense = self._dense(tensor, layout)
@@ -315,8 +330,10 @@ class Program:
         makers = [self._maker(tensor) for tensor in kernel.results]
         outs = [self._slots[tensor] for tensor in kernel.results]
         ins = [self._slots[tensor] for tensor in kernel.inputs]
-        empty = 0 in kernel.shape
-        if not isinstance(self.device, CudaDevice) or empty or not kernel.inputs:
+        engine, _ = tree_engine(kernel, self._strides, self.device)
+        if engine == "cpu.tree":
+            return self._cpu_tree_step(kernel, makers)
+        if engine == "torch":
             results, axes, shape = kernel.results, kernel.axes, kernel.shape
 
             def with_torch(values: Values) -> None:
@@ -329,9 +346,9 @@ class Program:
             return Step(kernel, with_torch, "torch")
         from ..cuda.tree import TreeKernel
 
-        strides = [_spread(tensor.shape, self._strides[tensor], kernel.shape) for tensor in kernel.inputs]
+        assert isinstance(self.device, CudaDevice)
         count = len(tree.results)
-        places = [_spread(tensor.shape, self._strides[tensor], kernel.shape) for tensor in kernel.results[:count]]
+        strides, places = tree_strides(kernel, self._strides)
         made = TreeKernel(tree, self.device, kernel.shape, strides, places, kernel.axes)
         # A kernel knows an input by its address and strides: a view that starts where its origin does is not made.
         reads = [self._started(tensor) for tensor in kernel.inputs]
@@ -362,7 +379,35 @@ class Program:
                     room = held.data_ptr()
             kernel_(given, filled[:count], filled[count:], room)
 
-        return Step(kernel, run, "cuda.tree", None, workspace, size, reads=reads)
+        room_at = () if workspace is None else (workspace,)
+        direct = Direct(made, (tuple(ins), tuple(outs[:count]), tuple(outs[count:]), *room_at), 16)
+        return Step(kernel, run, "cuda.tree", None, workspace, size, reads=reads, direct=direct)
+
+    def _cpu_tree_step(self, kernel: Kernel, makers: Sequence[_Maker]) -> Step:
+        from ..cpu.tree import TreeKernel
+
+        assert kernel.tree is not None
+        count = len(kernel.tree.results)
+        made = TreeKernel(
+            kernel.tree, kernel.shape, *tree_strides(kernel, self._strides), kernel.axes, self.device.threads
+        )
+        reads = [self._started(tensor) for tensor in kernel.inputs]
+        ins, outs = ([self._slots[tensor] for tensor in side] for side in (reads, kernel.results))
+        workspace, scratch = self._scratch(made.workspace_bytes)
+
+        def run(values: Values) -> None:
+            for slot, make in zip(outs, makers, strict=True):
+                if values[slot] is None:
+                    values[slot] = make()
+            room = 0
+            if workspace is not None:
+                if values[workspace] is None:
+                    values[workspace] = scratch()  # type: ignore[misc]
+                room = values[workspace].data_ptr()
+            filled = [values[slot].data_ptr() for slot in outs]
+            made([values[slot].data_ptr() for slot in ins], filled[:count], filled[count:], room)
+
+        return Step(kernel, run, "cpu.tree", None, workspace, made.workspace_bytes, reads=reads)
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
@@ -375,6 +420,7 @@ class Program:
         self._is_view[node] = seen._is_view() or seen is meta
         if self._is_view[node]:
             out = self._slot(target, tuple(seen.stride()))
+            self._views[out] = slot, int(seen.storage_offset()) * dtype_bytes(target.dtype)
 
             def view(values: Values) -> None:
                 values[out] = view_of(node, values[slot])
@@ -450,12 +496,12 @@ class Program:
         last: dict[int, int] = {}
         born: dict[int, tuple[int, int, GraphTensor | None]] = {}
         for at, step in enumerate(steps):
-            for tensor in step.reads:
-                slot = self._slots[tensor]
+            step.takes = tuple(self._slots[tensor] for tensor in step.reads)
+            step.fills = tuple(self._slots[tensor] for tensor in step.kernel.results)
+            for slot in step.takes:
                 last[slot] = at
                 last[roots.get(slot, slot)] = at
-            for tensor in step.kernel.results:
-                slot = self._slots[tensor]
+            for slot, tensor in zip(step.fills, step.kernel.results, strict=True):
                 if step.engine == "view":
                     source = self._slots[step.kernel.inputs[0]]
                     roots[slot] = roots.get(source, source)
@@ -468,23 +514,29 @@ class Program:
         for slot, at in last.items():
             if slot not in kept:
                 steps[at].drop = (*steps[at].drop, slot)
-        self._pieces, self.workspace_bytes = _placed(
-            {slot: (start, last[slot], size) for slot, (start, size, _) in born.items() if slot not in kept}
-        )
+        lives = {slot: (start, last[slot], size) for slot, (start, size, _) in born.items() if slot not in kept}
+        self._pieces, self.workspace_bytes = _placed(lives)
         self._tensors = {slot: tensor for slot, (_, _, tensor) in born.items()}
         self._template: Values = [None] * len(self._slots)
         for slot, value in self._constants:
             self._template[slot] = value
-        self._input_slots = [self._slots[t] for t in self.inputs if t is not None]
         self._output_slots = [self._slots[t] for t in self.outputs]
         self._output_metas = [
             (t.shape, dense_strides(t.shape, t.layout), ALL_DTYPES[t.dtype]) for t in self.outputs
         ]  # fmt: skip
+        memory = Memory(
+            inputs=len(self.inputs), outputs=self._output_slots, constants=dict(self._constants), kept=frozenset(kept),
+            views=self._views, makers=self._makers, pieces=self._pieces,
+            place=lambda slots: _placed({slot: lives[slot] for slot in slots}),
+            allocate=lambda size: _Maker((size,), (1,), torch.uint8, self.place),
+        )  # fmt: skip
+        addressed = Addressed(steps, memory)
+        self._addressed = addressed if addressed.direct else None
         self._runs = [(step.run, step.drop) for step in steps]
         self._compiled = steps
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("workspace_bytes", "_runs", "_template", "_pieces"):
+        if name in ("workspace_bytes", "_runs", "_template", "_pieces", "_addressed"):
             _ = self.steps
             return self.__dict__[name]
         raise AttributeError(name)
@@ -495,24 +547,27 @@ class Program:
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None] | None = None, workspace: Tensor | None = None
     ) -> list[Tensor]:
         """The outputs, in new tensors but for those that are given."""
-        runs = self._runs
+        addressed, runs = self._addressed, self._runs
         values: Values = self._template.copy()
-        for slot, tensor in zip(self._input_slots, inputs, strict=True):
-            values[slot] = tensor
+        if len(inputs) != len(self.inputs):
+            raise ValueError(f"inputs are {len(inputs)}; wanted {len(self.inputs)}")
+        values[: len(inputs)] = inputs  # their slots are the first
         later: list[tuple[int, Tensor]] = []
         if outputs is not None:
             later = self._given(values, inputs, outputs)
+        addresses = None if addressed is None else addressed.of(inputs, values)
+        base = None
         if workspace is not None:
-            self._spread_over(values, workspace)
-        for run, drop in runs:
-            run(values)
-            for slot in drop:
-                values[slot] = None
-        for at, tensor in later:
-            tensor.copy_(values[self._output_slots[at]])
+            pieces = self._pieces if addressed is None or addresses is None else addressed.pieces
+            base = self._spread_over(values, workspace, pieces)
+        if addressed is None or addresses is None or not addressed.run(values, addresses, base):
+            for run, drop in runs:
+                run(values)
+                for slot in drop:
+                    values[slot] = None
         made = [values[slot] for slot in self._output_slots]
         for at, tensor in later:
-            made[at] = tensor
+            made[at] = tensor.copy_(made[at])
         return made
 
     def _given(
@@ -536,7 +591,8 @@ class Program:
             taken.add(tensor.untyped_storage().data_ptr())
         return later
 
-    def _spread_over(self, values: Values, workspace: Tensor) -> None:
+    def _spread_over(self, values: Values, workspace: Tensor, pieces: Mapping[int, tuple[int, int]]) -> int:
+        """Put pieces of the caller's workspace in place; the address that offsets count from."""
         have = workspace.numel() * workspace.element_size()
         if not workspace.is_contiguous() or workspace.device != self.place or have < self.workspace_bytes:
             wanted = f"{self.workspace_bytes} in one piece on {self.place}"
@@ -545,13 +601,14 @@ class Program:
         start = -flat.data_ptr() % 16
         if start and have < self.workspace_bytes + start:
             raise RuntimeError(f"workspace starts at {flat.data_ptr():#x}; wanted a multiple of 16")
-        for slot, (offset, size) in self._pieces.items():
+        for slot, (offset, size) in pieces.items():
             piece, tensor = flat[start + offset : start + offset + size], self._tensors[slot]
             if tensor is not None:
                 piece = piece.view(ALL_DTYPES[tensor.dtype]).as_strided(
                     tensor.shape, dense_strides(tensor.shape, tensor.layout)
                 )
             values[slot] = piece
+        return flat.data_ptr() + start
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -665,9 +722,10 @@ def _memory_format(axes: int, layout: str) -> torch.memory_format:
 
 
 class _Maker:
-    """``make()``: a new tensor. On a GPU past the dispatcher, as code that PyTorch compiles does."""
+    """``make()``: a new tensor. On a GPU past the dispatcher, as code that PyTorch compiles does; on the CPU large
+    ones lie in memory that is kept for them."""
 
-    __slots__ = ("dtype", "index", "place", "shape", "strides")
+    __slots__ = ("dtype", "index", "large", "place", "shape", "strides")
 
     def __init__(
         self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, place: torch.device
@@ -675,11 +733,14 @@ class _Maker:
         self.shape, self.strides, self.dtype, self.place = shape, strides, dtype, place
         quick = place.type == "cuda" and _allocate is not None and _current_device is not None
         self.index = (place.index or 0) if quick else -1
+        self.large = place.type == "cpu" and prod(shape) * dtype.itemsize >= LARGE
 
     def __call__(self) -> Tensor:
         if self.index >= 0 and _current_device() == self.index:  # type: ignore[misc]
             made: Tensor = _allocate(self.shape, self.strides, self.dtype)  # type: ignore[misc]
             return made
+        if self.large:
+            return large_tensor(self.shape, self.strides, self.dtype)
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.place)
 
 
@@ -704,6 +765,33 @@ def _spread(shape: Sequence[int], strides: Sequence[int], common: Sequence[int])
     return (*(0,) * missing, *own)
 
 
+def tree_strides(
+    kernel: Kernel, strides: Mapping[GraphTensor, tuple[int, ...]]
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Of the inputs and of the pointwise results of a tree, along the axes of its shape."""
+    assert kernel.tree is not None
+    sides = kernel.inputs, kernel.results[: len(kernel.tree.results)]
+    read, written = ([_spread(t.shape, strides[t], kernel.shape) for t in side] for side in sides)
+    return read, written
+
+
+def tree_engine(
+    kernel: Kernel, strides: Mapping[GraphTensor, tuple[int, ...]], device: Device
+) -> tuple[str, str | None]:
+    """What runs a tree, and if that is torch, why no kernel on the CPU."""
+    assert kernel.tree is not None
+    if 0 in kernel.shape or not kernel.inputs:
+        return "torch", None
+    if isinstance(device, CudaDevice):
+        return "cuda.tree", None
+    if device.kind != "cpu":
+        return "torch", None
+    from ..cpu.tree import refusal
+
+    reason = refusal(kernel.tree, kernel.shape, *tree_strides(kernel, strides), kernel.axes)
+    return ("cpu.tree", None) if reason is None else ("torch", reason)
+
+
 def _placed(lives: dict[int, tuple[int, int, int]]) -> tuple[dict[int, tuple[int, int]], int]:
     """An offset for each piece of memory that lives from one step to another, the largest first, each as low as it
     fits; and the bytes of all."""
@@ -725,28 +813,28 @@ def _placed(lives: dict[int, tuple[int, int, int]]) -> tuple[dict[int, tuple[int
     return placed, total
 
 
-def _flat_view(tensor: GraphTensor) -> Callable[[Tensor], Tensor] | None:
+def _flat_view(tensor: GraphTensor) -> View | None:
     """A vector (1, C, 1, ...) as (C,)."""
-    return None if tensor.dim() == 1 else (lambda value: value.view(-1))
+    return None if tensor.dim() == 1 else View((tensor.size,), (1,))
 
 
-def _matrix_view(kernel: Kernel, at: int) -> Callable[[Tensor], Tensor] | None:
+def _matrix_view(kernel: Kernel, at: int) -> View | None:
     """A matrix as the image of a 1x1 convolution whose pixels are its rows, its last axis the channels."""
     if not kernel.matrix:
         return None
     tensor = kernel.inputs[at]
     if at == 1:
         k, n = tensor.shape
-        return lambda value: value.as_strided((k, n, 1, 1), (n, 1, n, n))
+        return View((k, n, 1, 1), (n, 1, n, n))
     return _rows_view(tensor.shape)
 
 
-def _rows_view(shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
+def _rows_view(shape: Sequence[int]) -> View:
     last = shape[-1]
     rows = 1
     for size in shape[:-1]:
         rows *= size
-    return lambda value: value.as_strided((1, last, rows, 1), (rows * last, 1, last, last))
+    return View((1, last, rows, 1), (rows * last, 1, last, last))
 
 
 def _filling(

@@ -189,17 +189,19 @@ __device__ __forceinline__ void change(u32 (&a)[4][4], const float* before, int 
 // The products of a group's tile `i`.
 template <int N>
 __device__ __forceinline__ void multiply(float (&sum)[N], const Group& group, u64 a, u64 b, int i) {
-    tensor::group_begin();
 #pragma unroll
-    for (int d = 0; d < chunks; ++d) {
-        const int box = i * parts + d / span, stage = box % stages;
-        if (d % span == 0) bulk::wait(group.full[stage], box / stages & 1);
+    for (int part = 0; part < parts; ++part) {
+        const int box = i * parts + part, stage = box % stages;
+        bulk::wait(group.full[stage], box / stages & 1);
+        tensor::group_begin();  // behind every wait, or the compiler lets each product wait for the one before
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-            tensor::group_product(sum, tensor::along(a, stage * stage_bytes + d % span * box_bytes + k * 32),
-                                  filters_at(b, d, k));
+        for (int d = 0; d < span; ++d)
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                tensor::group_product(sum, tensor::along(a, stage * stage_bytes + d * box_bytes + k * 32),
+                                      filters_at(b, part * span + d, k));
+        tensor::group_commit();
     }
-    tensor::group_commit();
     tensor::group_wait<0>(sum);
 }
 // The same with a prologue: while a box is multiplied, the next one is read and changed.
@@ -302,7 +304,8 @@ pixels(const __grid_constant__ Params p) {
     // Place.
     if constexpr (Traits::stats) let_next_start();
     const Block block(p);
-    const int at = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int at = __shfl_sync(~0u, threadIdx.x / 128, 0);  // one value for a warp, as the compiler sees it now
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const bool leads = threadIdx.x % 128 == 0, feeds = threadIdx.x % 128 == 32;
     Group group = {inputs + at * stages * stage_bytes,
                    results + at * buffers * place_bytes,
