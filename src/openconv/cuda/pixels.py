@@ -113,13 +113,13 @@ class Pixels(Engine):
         columns, groups = ceil(problem.result_channels / knobs.columns), knobs.groups
         pixels, held, changed = prod(tiling.images), _held(problem) >= 0, not problem.prologue.is_identity
         moved = 128 * chunks * (pixels + problem.result_channels) + 2 * pixels * (1 + held) * problem.result_channels
-        memory = (moved / 1.05 + 128 * chunks * pixels * (columns - 1) / 25) / device.bandwidth
+        memory = (moved / 1.05 + 128 * chunks * pixels * (columns - 1) / 16) / device.bandwidth
         products = 2 * chunks * knobs.columns
-        alone = 430 + 115 * chunks / knobs.span + 0.62 * products + 660 * boxes + 270 * chunks * changed
-        alone += 227 * max(0, 2 * chunks - knobs.stages * knobs.span) + 1270 * held * boxes / (knobs.buffers - 1)
+        alone = 430 + 150 * chunks / knobs.span + 0.62 * products + 660 * boxes + 270 * chunks * changed
+        alone += 210 * max(0, 2 * chunks - knobs.stages * knobs.span) + 1270 * held * boxes / (knobs.buffers - 1)
         rounds = ceil(tiling.tiles / (groups * _workers(problem, device, knobs)))
         busy = rounds * max(alone, groups * max(products, 414 * chunks * changed)) / _CLOCK
-        fixed = 6.4e-6 + 4e-6 * problem.stats + 0.25e-6 * (groups > 4)
+        fixed = 6.4e-6 + 4e-6 * problem.stats + 0.8e-6 * (groups > 4)
         return fixed + max(memory, busy) + 0.19 * min(memory, busy)
 
     def build(self, problem: Problem, device: Device, knobs: PixelTile) -> Runner:

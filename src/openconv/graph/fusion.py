@@ -147,6 +147,9 @@ def _bytes(value: GraphTensor) -> int:
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
+_Fused = tuple[Problem, list[GraphTensor], list[GraphTensor]]
+
+
 class _Fuser:
     def __init__(self, flow: Flow, device: Device, policy: Policy, wanted: bool) -> None:
         self.flow, self.device, self.policy, self.wanted = flow, device, policy, wanted
@@ -158,6 +161,7 @@ class _Fuser:
         self.outputs = set(flow.outputs)
         self.group: dict[Node, Group] = {}
         self.groups: list[Group] = []
+        self.problems: dict[tuple[Node, ...], _Fused | None] = {}
 
     def run(self) -> list[Kernel]:
         anchors = [node for node in self.flow.nodes if node.op.startswith("conv_") or node.op == "matmul"]
@@ -349,10 +353,14 @@ class _Fuser:
         total = sum(_bytes(arg) * (0.4 if arg in results and _bytes(arg) <= fits else 1.0) for arg in read)
         return total + _bytes(rest[-1].result)
 
-    def _problem(
-        self, anchor: Anchor, nodes: Sequence[Node]
-    ) -> tuple[Problem, list[GraphTensor], list[GraphTensor]] | None:
+    def _problem(self, anchor: Anchor, nodes: Sequence[Node]) -> _Fused | None:
         """The problem with these nodes as its epilogue, its operands and its results; None if results differ."""
+        key = tuple(nodes)
+        if key not in self.problems:
+            self.problems[key] = self._found_problem(anchor, key)
+        return self.problems[key]
+
+    def _found_problem(self, anchor: Anchor, nodes: Sequence[Node]) -> _Fused | None:
         exprs: dict[GraphTensor, Expr] = {anchor.result: Acc()}
         operands: dict[GraphTensor, Operand] = {}
 
