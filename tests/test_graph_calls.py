@@ -236,3 +236,31 @@ def test_a_program_counts_its_inputs():
     x, v = inputs(2, 3, 4, 5)
     with pytest.raises(ValueError, match="inputs are 1; wanted 2"):
         scaled(x, v).program().run([x])
+
+
+def test_another_plan_is_chosen_while_threads_call():
+    """A call runs one plan from its first step to its last."""
+    x, w, v = torch.randn(2, 8, 9, 9), torch.randn(4, 8, 3, 3), torch.randn(4)
+    with Graph() as graph:
+        h = graph.relu(graph.bias(graph.conv_fprop(x, w, padding=1), v))
+        graph.add(h, 1.0).set_output()
+        graph.reduction(h, "add", axes=(2, 3)).set_output()
+    y = torch.conv2d(x, w, v, padding=1).relu()
+    stop = threading.Event()
+
+    def call() -> int:
+        count = 0
+        while not stop.is_set() or not count:
+            more, sums = graph(x, w, v)
+            torch.testing.assert_close(more, y + 1.0, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(sums, y.sum((2, 3), keepdim=True), rtol=1e-3, atol=1e-3)
+            count += 1
+        return count
+
+    plans = graph.plans()
+    with ThreadPoolExecutor(3) as pool:
+        calls_ = [pool.submit(call) for _ in range(3)]
+        for at in range(12):
+            graph.choose((len(plans) - 1) * (at % 2))  # the last is without fusion
+        stop.set()
+        assert all(each.result() for each in calls_)

@@ -19,7 +19,7 @@ from torch import Tensor
 import openconv.cuda.tree  # noqa: F401  # before launches are sent to the emulator
 from openconv import Graph, Policy
 from openconv.cuda.device import device_for
-from openconv.graph import GraphTensor, program
+from openconv.graph import GraphTensor, compiled, compiler, program
 from openconv.plan import forget_plans
 from openconv.select import current_policy
 from tests.emulator import EmulatedLaunch
@@ -34,14 +34,14 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """All that programs allocate, for results and for what lies between them: poisoned, so that what is not written
     shows."""
     found: list[Tensor] = []
-    make = program._Maker.__call__
+    make = compiled.Maker.__call__
 
-    def poisoned(self: program._Maker) -> Tensor:
+    def poisoned(self: compiled.Maker) -> Tensor:
         found.append(make(self))
         found[-1].untyped_storage().fill_(255)  # type: ignore[attr-defined]
         return found[-1]
 
-    monkeypatch.setattr(program._Maker, "__call__", poisoned)
+    monkeypatch.setattr(compiled.Maker, "__call__", poisoned)
     return found
 
 
@@ -214,12 +214,12 @@ def moved(value: Tensor, elements: int) -> Tensor:
 def on_tensors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The engines of steps that are run on tensors from now on."""
     found: list[str] = []
-    finish = program.Program._finish
+    finish = compiler.Compiler._finish
 
-    def watch(self: program.Program, steps: list[program.Step]) -> None:
+    def watch(self: compiler.Compiler, steps: list[compiled.Step]) -> compiled.Compiled:
         for step in steps:
             step.run = seen(step.engine, step.run)
-        finish(self, steps)
+        return finish(self, steps)
 
     def seen(engine: str, run: Callable[..., None]) -> Callable[..., None]:
         def noting(values: list[Any]) -> None:
@@ -228,7 +228,7 @@ def on_tensors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return noting
 
-    monkeypatch.setattr(program.Program, "_finish", watch)
+    monkeypatch.setattr(compiler.Compiler, "_finish", watch)
     return found
 
 
@@ -447,14 +447,14 @@ def test_without_memory_in_one_piece_tensors_are_made_one_by_one(monkeypatch):
     ran = on_tensors(monkeypatch)
     x, v = rand(2, 5, 6, 7), rand(1, 5, 1, 1)
     graph = apart(residual, x, v)
-    make = program._Maker.__call__
+    make = compiled.Maker.__call__
 
-    def short(self: program._Maker) -> Tensor:
+    def short(self: compiled.Maker) -> Tensor:
         if self.dtype is torch.uint8:
             raise torch.OutOfMemoryError("no memory")
         return make(self)
 
-    monkeypatch.setattr(program._Maker, "__call__", short)
+    monkeypatch.setattr(compiled.Maker, "__call__", short)
     same(graph(x, v), residual_of(x, v))
     assert ran == ["cuda.tree"] * 6
 

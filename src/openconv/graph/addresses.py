@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .program import Step
+    from .compiled import Step
 
 __all__ = ["Addressed", "Direct", "Memory", "View"]
 

@@ -200,19 +200,17 @@ class Caller:
         place = given[0].device
         if place.type != "cuda":
             raise RuntimeError(f"graph {self.graph.name!r}: inputs are on {place}; only a GPU's work can be captured")
-        program = self.program(given)
+        ready = self.program(given).compiled
         held = [value.detach().clone() for value in given]
         with torch.no_grad(), torch.cuda.device(place):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                program.run(held)
+                ready.run(held)
             torch.cuda.current_stream().wait_stream(side)
             recorded = torch.cuda.CUDAGraph()
             with torch.cuda.graph(recorded):
-                made = program.run(held)
-            # What the kernels read, should another plan be chosen meanwhile. Memory between them is the graph's own.
-            kept = program.steps, program._template
+                made = ready.run(held)
 
         def replay(*values: Any, **named: Tensor) -> Any:
             for tensor, there, value in zip(self.inputs, held, self.ordered(values, named), strict=True):
@@ -223,7 +221,7 @@ class Caller:
             recorded.replay()
             return made[0] if self.single else tuple(made)
 
-        replay.graph, replay.kept = recorded, kept  # type: ignore[attr-defined]
+        replay.graph, replay.compiled = recorded, ready  # type: ignore[attr-defined]
         return replay
 
 

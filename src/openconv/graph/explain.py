@@ -27,11 +27,13 @@ from ..files import write_atomic
 from ..plan import lower, steps_of
 from ..select import Candidate, Policy, choose, current_policy
 from ..units import bytes_text, percent_text, ratio_text, seconds_text
+from .compiled import placed
+from .compiler import chosen, tree_engine, tree_strides
 from .compute import view_of
 from .drawing import cut, draw
 from .fusion import Kernel, dtype_bytes, fuse, tree_seconds
 from .ir import GraphTensor, Node, dense_strides
-from .program import Program, _placed, program_for, tree_engine, tree_strides
+from .program import Program, program_for
 from .rewrites import REWRITES
 
 if TYPE_CHECKING:
@@ -348,9 +350,7 @@ class _Reader:
         assert kernel.problem is not None
         device, policy = self.program.device, self.program.policy
         if choice is not None:
-            found = self.program._candidate(kernel.problem, choice)
-            assert found is not None
-            return found
+            return chosen(kernel.problem, choice, device, policy)
         try:
             return choose(lower(kernel.problem, device, policy), device, policy)
         except UnsupportedProblem as error:
@@ -391,7 +391,7 @@ class _Reader:
             alone = len(report.steps) == 1 or kernel.tree is not None
             if report.workspace and alone:  # beside other steps torch allocates it
                 lives[len(lives)] = at, at, report.workspace
-        return _placed(lives)[1]
+        return placed(lives)[1]
 
 
 def _kind(kernel: Kernel, view: bool) -> str:
