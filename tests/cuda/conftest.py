@@ -24,5 +24,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, module in list(sys.modules.items()):
         if name.startswith("openconv.cuda.") and hasattr(module, "Launch"):
             monkeypatch.setattr(module, "Launch", EmulatedLaunch)
+    monkeypatch.setattr("openconv.plan._current_device", None)  # a PyTorch with CUDA would look for a driver
     with running_on(device_for("sm_90a"), torch.device("cpu")):
         yield

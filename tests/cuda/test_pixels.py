@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -92,7 +93,7 @@ def test_right_with_tiles(tile, fusion, monkeypatch):
     device = replace(device_for("sm_90a"), threads=2)
     kept = module._workers
     monkeypatch.setattr(module, "_workers", lambda problem, _, tile: kept(problem, device, tile))
-    check(f"fprop n5 c128 h14 w13 k256 r1 s1 f16 nhwc {fusion}", tile)
+    check(f"fprop n3 c128 h14 w13 k256 r1 s1 f16 nhwc {fusion}", tile)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,8 @@ def test_compiles_well(sizes, fusion):
     c, k = sizes.split()
     problem = Problem.parse(f"fprop n64 {c} h56 w56 {k} r1 s1 f16 nhwc {fusion}".strip())
     device = device_for("sm_90a")
-    for knobs in ENGINE.knobs(problem, device)[:3]:
+    for knobs in ENGINE.knobs(problem, device)[:2]:
         for source in ENGINE.sources(problem, device, knobs):
-            assert [found.spills for found in jit.usage(source, "sm_90a")] == [0], knobs
-            assert "serialized" not in jit._compile(source, "sm_90a", verbose=True)[1], knobs
+            said = jit._compile(source, "sm_90a", verbose=True)[1]
+            assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}, knobs
+            assert "serialized" not in said, knobs
