@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,9 +106,16 @@ def _probes() -> tuple[_Probe, ...]:
 
 def support_table() -> list[EngineSupport]:
     """One row for each engine of the registry, in its order."""
-    devices = {kind: device_of(torch.device(kind)) for kind in {engine.device for engine in engines()}}
-    asked = {kind: _questions(device) for kind, device in devices.items()}
-    return [_support(engine, devices[engine.device], asked[engine.device]) for engine in engines()]
+    kinds = sorted({engine.device for engine in engines()})
+    return list(_table(tuple(device_of(torch.device(kind)) for kind in kinds)))
+
+
+@cache
+def _table(devices: tuple[Device, ...]) -> tuple[EngineSupport, ...]:
+    """Seconds of questions, whose answers change with the devices alone."""
+    known = {device.kind: device for device in devices}
+    asked = {kind: _questions(device) for kind, device in known.items()}
+    return tuple(_support(engine, known[engine.device], asked[engine.device]) for engine in engines())
 
 
 def _questions(device: Device) -> list[tuple[_Probe, Problem, Problem]]:
