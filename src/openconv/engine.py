@@ -49,6 +49,7 @@ ENGINES = (
     "openconv.cuda.patches:Patches",
     "openconv.cuda.pixels:Pixels",
     "openconv.cuda.igemm_groups:IgemmGroups",
+    "openconv.cuda.igemm_sm90:IgemmSm90",
     "openconv.cuda.igemm:Igemm",
     "openconv.cuda.gemm_1x1:Gemm1x1",
     "openconv.cuda.tiled:Tiled",
@@ -110,6 +111,8 @@ class Engine(ABC):
     """Whether the runner computes any epilogue of a floating-point problem itself."""
     takes_fusion: ClassVar[bool] = False
     """Whether the runner computes prologues, other results of an epilogue and statistics itself."""
+    proven: ClassVar[bool] = True
+    """Whether it has passed its tests on a device of its kind. One that has not runs only where it is named."""
 
     @abstractmethod
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
@@ -138,6 +141,10 @@ class Engine(ABC):
     @abstractmethod
     def build(self, problem: Problem, device: Device, knobs: Any) -> Runner:
         """Compile for this problem; the runner may be called from several threads at once."""
+
+    def reasons(self, problem: Problem, device: Device, knobs: Any) -> tuple[str, ...]:
+        """How its prediction comes about, a sentence each, for ``explain``."""
+        return ()
 
     @property
     def summary(self) -> str:

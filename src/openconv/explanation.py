@@ -89,6 +89,8 @@ class CandidateReport:
     knobs: str
     source: str
     note: str = ""
+    reasons: tuple[str, ...] = ()
+    """How the prediction comes about, where the engine says so."""
 
 
 @dataclass(frozen=True)
@@ -362,7 +364,10 @@ def _explain(call: _Call, device: Device, place: torch.device, policy: Policy, b
         planned = _steps(call, device, policy, accepted[0])
         steps = (*call.before, *_copies(call, core, planned), *planned, *call.after)
     timed = _measure(problem, device, place, policy, accepted, budget) if budget else {}
-    candidates = tuple(_report(c, problem, facts, *timed.get(c.engine.name, (None, None, ""))) for c in accepted)
+    candidates = tuple(
+        _report(c, problem, facts, c.engine.reasons(core, device, c.knobs), *timed.get(c.engine.name, (None, None, "")))
+        for c in accepted
+    )
     basis = "engine" if policy.engine else accepted[0].source if accepted else "heuristic"
     return Explanation(problem, core, device, policy, facts, steps, candidates, refusals, why, basis)
 
@@ -409,8 +414,8 @@ def _why(accepted: list[Candidate], refused: Sequence[Any], policy: Policy) -> s
     return f"measured to be the quickest of {those}: {known}"
 
 
-def _report(candidate: Candidate, problem: Problem, facts: Facts, measured: float | None, error: float | None,
-            note: str) -> CandidateReport:  # fmt: skip
+def _report(candidate: Candidate, problem: Problem, facts: Facts, reasons: tuple[str, ...], measured: float | None,
+            error: float | None, note: str) -> CandidateReport:  # fmt: skip
     engine, traits = candidate.engine, candidate.traits
     return CandidateReport(
         name=engine.name, summary=engine.summary, predicted=candidate.cost, expected=candidate.expected,
@@ -418,7 +423,7 @@ def _report(candidate: Candidate, problem: Problem, facts: Facts, measured: floa
         roofline=facts.floor / (measured or candidate.expected or facts.floor), workspace=candidate.workspace,
         accumulator=traits.accumulator, deterministic=traits.deterministic, batch_invariant=traits.batch_invariant,
         plain_sum=traits.plain_sum, error_bound=allowed_error(problem, traits), error=error, knobs=str(candidate.knobs),
-        source=engine.source, note=note,
+        source=engine.source, note=note, reasons=reasons,
     )  # fmt: skip
 
 
@@ -513,6 +518,9 @@ def _render(told: Explanation, width: int) -> Iterator[RenderableType]:
         for c in told.candidates:
             knobs = "" if c.knobs == "-" else f"; {c.knobs}"
             yield Padding(Text(f"{c.name}: adds in {c.accumulator}, same bits: {_same_bits(c)}{knobs}"), (0, 0, 0, 2))
+    if best:
+        for reason in best.reasons:
+            yield Padding(Text(f"{best.name}: {reason}", style="dim"), (0, 0, 0, 2))
     notes = [f"{c.name}: {c.note}" for c in told.candidates if c.note]
     fastest = told.fastest
     if best and fastest and fastest is not best and best.measured and fastest.measured:

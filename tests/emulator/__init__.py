@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from openconv.cuda import jit
-from openconv.cuda.launch import TensorMap
+from openconv.cuda.launch import TensorMap, WindowMap
 
 HERE = Path(__file__).parent
 REPLACED = (
@@ -31,9 +31,11 @@ REPLACED = (
     "common/store_matrices.cuh",
     "common/wgmma.cuh",
     "common/wgmma_turned.cuh",
+    "common/wgmma_batches.cuh",
     "common/bulk.cuh",
     "common/bulk_store.cuh",
     "common/bulk_ring.cuh",
+    "common/bulk_windows.cuh",
 )
 """Files of PTX instructions, for which host.h has functions of its own."""
 
@@ -112,16 +114,64 @@ def _compile(made: Path, *arguments: str, text: str = "") -> None:
     mine.rename(made)
 
 
+class _Layout(ctypes.Structure):
+    """What a map says, as bulk.h reads it."""
+
+    _fields_ = [
+        ("address", ctypes.c_uint64), ("sizes", ctypes.c_int64 * 5), ("strides", ctypes.c_int64 * 5),
+        ("box", ctypes.c_int * 5), ("lower", ctypes.c_int * 3), ("upper", ctypes.c_int * 3),
+        ("steps", ctypes.c_int * 3), ("axes", ctypes.c_int), ("element", ctypes.c_int), ("swizzle", ctypes.c_int),
+        ("windows", ctypes.c_int),
+    ]  # fmt: skip
+
+
+_MAP_MARK = int.from_bytes(b"ensormap", "little")
+
+
+def _layout(given: TensorMap | WindowMap) -> _Layout:
+    """All but the address, held to what the driver takes."""
+    axes, windows = len(given.sizes), isinstance(given, WindowMap)
+    assert (3 if windows else 1) <= axes <= 5, f"{given}: {axes} axes"
+    assert all(0 < size <= 1 << 32 for size in given.sizes), f"{given}: sizes"
+    assert len(given.strides) == axes - 1, f"{given}: a stride for each axis but the first"
+    assert all(0 <= stride < 1 << 40 and stride % 16 == 0 for stride in given.strides), (
+        f"{given}: strides are not multiples of 16 bytes below 2**40"
+    )
+    assert given.element in (1, 2, 4), f"{given}: {given.element} bytes of an element"
+    assert given.swizzle in (32, 64, 128), f"{given}: swizzle is {given.swizzle}"
+    row = given.box[0] * given.element
+    assert row % 16 == 0, f"{given}: {row} bytes of a box's row; wanted a multiple of 16"
+    assert row <= given.swizzle, f"{given}: {row} bytes of a box's row; wanted as many as are swizzled at most"
+    assert len(given.box) == (2 if windows else axes), f"{given}: a box of {len(given.box)} axes"
+    most = (256, 1024) if windows else (256,) * axes
+    assert all(0 < size <= limit for size, limit in zip(given.box, most, strict=True)), (
+        f"{given}: a box of more than {most}"
+    )
+    layout = _Layout(axes=axes, element=given.element, swizzle=given.swizzle, windows=windows)
+    layout.sizes[:axes], layout.strides[:axes] = given.sizes, (given.element, *given.strides)
+    layout.box[: len(given.box)] = given.box
+    if isinstance(given, WindowMap):
+        spatial, far = axes - 2, {3: 1 << 15, 4: 1 << 7, 5: 1 << 4}[axes]
+        assert len(given.lower) == len(given.upper) == len(given.steps) == spatial, f"{given}: {spatial} axes of images"
+        assert all(-far <= corner < far for corner in (*given.lower, *given.upper)), (
+            f"{given}: corners are not from {-far} to {far - 1}"
+        )
+        assert all(1 <= step <= 8 for step in given.steps), f"{given}: steps are not from 1 to 8"
+        layout.lower[:spatial], layout.upper[:spatial] = given.lower, given.upper
+        layout.steps[:spatial] = given.steps
+    return layout
+
+
 class EmulatedLaunch:
     """Takes the place of :class:`openconv.cuda.launch.Launch`."""
 
     def __init__(
         self, source: jit.Source, name: str, device: object, grid: Sequence[int], block: Sequence[int], params: bytes,
-        shared: int = 0, follows: bool = False, maps: Sequence[TensorMap] = (),
+        shared: int = 0, follows: bool = False, maps: Sequence[TensorMap | WindowMap] = (),
     ) -> None:  # fmt: skip
         self._library = compiled(source, name)
         self._library.run.restype = ctypes.c_bool
-        self._name, self._shared, self._maps = name, shared, maps
+        self._name, self._shared, self._maps = name, shared, [(each, _layout(each)) for each in maps]
         if maps:
             params += bytes(-len(params) % 64 + 128 * len(maps))
         wanted = self._library.params_size()
@@ -133,13 +183,11 @@ class EmulatedLaunch:
     def __call__(self, *pointers: int) -> None:
         for at, pointer in enumerate(pointers):
             self._params[8 * at : 8 * at + 8] = pointer.to_bytes(8, "little")
-        for at, each in enumerate(self._maps):
-            axes = len(each.sizes)
-            filled = [(*values, *[0] * (most - len(values))) for values, most in (
-                (each.sizes, 5), (each.strides, 4), (each.box, 5))]  # fmt: skip
-            words = (pointers[each.pointer], axes | each.swizzle << 8, *filled[0], *filled[1], *filled[2])
+        for at, (each, layout) in enumerate(self._maps):
+            layout.address = pointers[each.pointer]
+            assert layout.address % 16 == 0, f"{each}: its first byte is not at a multiple of 16"
             start = len(self._params) - 128 * (len(self._maps) - at)
-            struct.pack_into("=16q", self._params, start, *words)
+            struct.pack_into("=2Q", self._params, start, ctypes.addressof(layout), _MAP_MARK)
         buffer = ctypes.create_string_buffer(len(self._params) + 64)
         start = -ctypes.addressof(buffer) % 64  # maps are aligned to as much
         ctypes.memmove(ctypes.addressof(buffer) + start, bytes(self._params), len(self._params))

@@ -1,6 +1,6 @@
 // A GPU on one CPU core, for checking kernels where there is none: blocks run one after the other, the threads of a
 // block as fibers that change at barriers and shuffles. No speed, no races, no memory model: only the arithmetic and
-// the indices of a kernel.
+// the indices of a kernel, and of what runs beside its threads (boxes, products of a warpgroup) that it is waited for.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -58,6 +58,26 @@ using std::min;
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
 namespace emulator {
+[[noreturn]] inline void fail(const char* why) {
+    fprintf(stderr, "emulator: %s\n", why);
+    abort();
+}
+struct Fiber;
+inline bool ended(const Fiber&);  // the phase that it waits for
+inline bool come();               // boxes that a thread waits for, if there are any
+inline void end_block();          // nothing may be under way any more
+
+// What is under way. A std::vector took a fifth of a second for each kernel to compile.
+template <class T> struct List {
+    T* all;
+    int count, room;
+    void add(const T& value) {
+        if (count == room) all = static_cast<T*>(realloc(all, (room = 2 * room + 8) * sizeof(T)));
+        all[count++] = value;
+    }
+};
+constexpr int most_threads = 1024;
+
 // Shared memory of a launch. Bytes behind those that it asks for keep a pattern; one that has changed is an error.
 constexpr unsigned most_dynamic = 227 << 10, room = 64 << 10;
 alignas(1024) static unsigned char dynamic[most_dynamic + room];
@@ -75,7 +95,11 @@ struct Fiber {
     jmp_buf place;
     dim3 at;
     bool begun = false, done = false;
-    int waits = 0;  // 0: no, 1: for the block, 2: for its warp, 3: for a while, 4: for the first `some`, 5: for its warpgroup
+    // 0: no, 1: for the block, 2: for its warp, 3: for a phase of a barrier, 4: for the first `some`, 5: for its
+    // warpgroup, 6: until no other can go on, 7: for the products of its warpgroup
+    int waits = 0;
+    void* barrier;
+    int parity;
     std::unique_ptr<char[]> stack;
 };
 static std::vector<Fiber> fibers;
@@ -138,10 +162,10 @@ inline void run_block() {
             moved = true;
             left |= !f.done;
         }
-        if (!left) return;
+        if (!left) return end_block();
         if (moved) continue;
         bool freed = false;
-        for (const auto [kind, size] : {std::pair{2, 32}, {5, 128}})
+        for (const auto [kind, size] : {std::pair{2, 32}, {5, 128}, {7, 128}})
             for (int first = 0; first < count; first += size) {
                 const int end = first + size < count ? first + size : count;
                 if (!released(kind, first, end)) continue;
@@ -158,8 +182,20 @@ inline void run_block() {
         }
         if (!freed)
             for (auto& f : fibers)
-                if (f.waits == 3) { f.waits = 0; freed = true; }
-        if (!freed) { fprintf(stderr, "emulator: threads wait for each other for ever\n"); abort(); }
+                if (f.waits == 3 && ended(f)) { f.waits = 0; freed = true; }
+        // What runs beside the threads: products before boxes, so that boxes that nobody has waited for are not there.
+        for (int i = 0; i < count; ++i)
+            if (!freed && fibers[i].waits == 6) {
+                const int end = (i & ~127) + 128;
+                for (; i < end && i < count; ++i)
+                    if (fibers[i].waits == 6) fibers[i].waits = 0;
+                freed = true;
+            }
+        if (!freed && !come()) {
+            for (auto& f : fibers)
+                if (f.waits == 3) fail("a barrier's phase does not end");
+            fail("threads wait for each other for ever");
+        }
     }
 }
 template <class T> inline T shuffle(T value, int lane) {
@@ -211,3 +247,12 @@ inline float f32_from_bf16(unsigned short bits) { return __uint_as_float(unsigne
 #include "mma.h"
 #include "wgmma.h"
 #include "bulk.h"
+
+inline bool emulator::ended(const Fiber& fiber) {
+    return int(static_cast<const bulk::Barrier*>(fiber.barrier)->phase) != fiber.parity;
+}
+inline bool emulator::come() { return bulk::come(); }
+inline void emulator::end_block() {
+    tensor::end_block();
+    bulk::end_block();
+}

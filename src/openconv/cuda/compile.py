@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
-from ..engine import Engine
+from ..engine import Engine, engines
 from ..plan import lower
 from ..problem import Problem
 from . import jit
@@ -90,17 +90,19 @@ def usual_problems() -> Iterator[Problem]:
 
 def variants(problems: Iterable[Problem], archs: Iterable[str], *, chosen: bool = True) -> list[Variant]:
     """The kernels that the problems are run with, each once: those of the engine that is chosen by predicted cost, or
-    of every engine that accepts."""
+    of every engine that accepts; and those of engines that run only where they are named."""
     from ..select import Policy, rank
 
     policy, problems = Policy(tuning="off"), list(problems)
+    unproven = [engine.name for engine in engines("cuda") if not engine.proven]
     found: dict[tuple[str, jit.Source], Variant] = {}
     for arch in archs:
         device = device_for(arch)
         for problem in problems:
             core = lower(problem, device)
             accepted, _ = rank(core, device, policy)
-            for candidate in accepted[:1] if chosen else accepted:
+            named = rank(core, device, policy.but(engine=",".join(unproven)))[0] if unproven else []
+            for candidate in [*(accepted[:1] if chosen else accepted), *named]:
                 for source in _sources(candidate.engine, core, device, candidate.knobs):
                     variant = Variant(candidate.engine.name, arch, source, str(core))
                     found.setdefault((arch, source), variant)

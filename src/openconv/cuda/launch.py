@@ -28,7 +28,7 @@ from ..engine import Runner
 from . import jit
 from .device import CudaDevice
 
-__all__ = ["Launch", "Single", "TensorMap", "aligned", "pack", "single"]
+__all__ = ["Launch", "Single", "TensorMap", "WindowMap", "aligned", "pack", "single"]
 
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -40,36 +40,76 @@ def pack(pointers: int, wide: Sequence[int] = (), narrow: Sequence[int] = ()) ->
 
 
 _MAP_BYTES, _MAP_ALIGNED = 128, 64
+_MAPPED_TYPES = {1: "UINT8", 2: "UINT16", 4: "FLOAT32"}  # by bytes of an element
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor of two-byte elements as boxes are copied from it: which pointer of the launch is its first element, its
-    sizes, the bytes from one element to the next along all axes but the first, the box, and the bytes of a row that are
-    swizzled in shared memory."""
+    """A tensor as boxes are copied from it: which pointer of the launch is its first element, its sizes, the bytes from
+    one element to the next along all axes but the first, the box, the bytes of a row that are swizzled in shared
+    memory, and those of an element."""
 
     pointer: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+    element: int = 2
 
     def encode(self) -> bytes:
         """The driver's form of it, with some address."""
         from cuda.bindings import driver
 
-        swizzle = getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{self.swizzle}B")
-        wide, narrow = driver.cuuint64_t, driver.cuuint32_t
-        found, made = driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16, len(self.sizes), 1 << 20,
-            [wide(size) for size in self.sizes], [wide(stride) for stride in self.strides],
-            [narrow(size) for size in self.box], [narrow(1)] * len(self.box),
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        narrow = driver.cuuint32_t
+        return _encoded(
+            driver.cuTensorMapEncodeTiled, self,
+            ([narrow(size) for size in self.box], [narrow(1)] * len(self.box)),
         )  # fmt: skip
-        _check(int(found), f"{self}")
-        return ctypes.string_at(made.getPtr(), _MAP_BYTES)
+
+
+@dataclass(frozen=True)
+class WindowMap:
+    """A tensor of images, channels first in ``sizes`` and images last, as boxes of windows are copied from it
+    (``common/bulk_windows.cuh``): ``box`` is the channels and the pixels of one. Along each axis between, in the order
+    of ``sizes``, the first pixel's first tap is at ``lower``, pixels are ``steps`` apart, and the last has its first
+    tap at most ``upper`` behind the image's last place."""
+
+    pointer: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, int]
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+    steps: tuple[int, ...]
+    swizzle: int = 128
+    element: int = 2
+
+    def encode(self) -> bytes:
+        """The driver's form of it, with some address."""
+        from cuda.bindings import driver
+
+        narrow = driver.cuuint32_t
+        channels, pixels = self.box
+        steps = [narrow(step) for step in (1, *self.steps, 1)]
+        return _encoded(
+            driver.cuTensorMapEncodeIm2col, self, (list(self.lower), list(self.upper), channels, pixels, steps)
+        )
+
+
+def _encoded(encode: Any, given: TensorMap | WindowMap, shape: tuple[Any, ...]) -> bytes:
+    from cuda.bindings import driver
+
+    wide = driver.cuuint64_t
+    found, made = encode(
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAPPED_TYPES[given.element]}"),
+        len(given.sizes), 1 << 20, [wide(size) for size in given.sizes], [wide(stride) for stride in given.strides],
+        *shape, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{given.swizzle}B"),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    _check(int(found), f"{given}")
+    return ctypes.string_at(made.getPtr(), _MAP_BYTES)
 
 
 class _Written:
@@ -139,7 +179,7 @@ class Launch:
 
     def __init__(
         self, source: jit.Source, name: str, device: CudaDevice, grid: Sequence[int], block: Sequence[int],
-        params: bytes, shared: int = 0, follows: bool = False, maps: Sequence[TensorMap] = (),
+        params: bytes, shared: int = 0, follows: bool = False, maps: Sequence[TensorMap | WindowMap] = (),
     ) -> None:  # fmt: skip
         from cuda.bindings import driver
 

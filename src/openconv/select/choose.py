@@ -22,6 +22,9 @@ from .policy import Policy
 __all__ = ["Candidate", "Refusal", "choose", "known_of", "rank", "search", "version_of"]
 
 
+_UNPROVEN = "it has not passed its tests on such a device yet, and runs only where it is named: engine={!r}"
+
+
 @dataclass(frozen=True)
 class Candidate:
     """An engine with knobs that may run the problem.
@@ -67,15 +70,17 @@ def rank(problem: Problem, device: Device, policy: Policy) -> tuple[list[Candida
     accepted: list[Candidate] = []
     refused: list[Refusal] = []
     known = known_of(problem, device, policy)
+    names = _forced(policy)
     for engine in engines(device.kind):
-        found = _admit(engine, problem, device, policy, known)
+        found: Candidate | Refusal = Refusal(engine, (_UNPROVEN.format(engine.name),))
+        if engine.proven or engine.name in names:
+            found = _admit(engine, problem, device, policy, known)
         if isinstance(found, Candidate):
             accepted.append(found)
         else:
             refused.append(found)
     if known is not None:
         accepted = _scaled(accepted)
-    names = _forced(policy)
     if names:
         order = {name: at for at, name in enumerate(names)}
         if not policy.engine or not policy.engine.endswith(","):
@@ -111,15 +116,16 @@ def search(problem: Problem, device: Device, policy: Policy) -> list[Candidate]:
     """Every engine with every set of its knobs that the policy allows, the cheapest prediction first: what a tuner may
     measure. Of each engine the default knobs come before others of the same prediction."""
     found: list[Candidate] = []
+    names = _forced(policy)
     for engine in engines(device.kind):
-        if next(_refusals(engine, problem, device), None):
+        if not (engine.proven or engine.name in names) or next(_refusals(engine, problem, device), None):
             continue
         texts: set[str] = set()
         for candidate, broken in _settings(engine, problem, device, policy):
             if not broken and str(candidate.knobs) not in texts:
                 texts.add(str(candidate.knobs))
                 found.append(candidate)
-    if names := _forced(policy):
+    if names:
         named = [c for c in found if c.engine.name in names]
         found = named if named or not str(policy.engine).endswith(",") else found
     return sorted(found, key=lambda c: c.cost)

@@ -1,0 +1,258 @@
+"""cuda.igemm_sm90: implicit GEMM with the copies and products of Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import ceil, prod
+from typing import Any
+
+from torch import Tensor
+
+from ..device import Device
+from ..engine import Engine, Runner, Traits
+from ..problem import DTYPE_BYTES, Problem
+from . import fusion, igemm_sm90_halo, igemm_sm90_wgrad, igemm_sm90_windows, jit, render
+from .channels_last import Turn, turned_inputs, turned_operands, turned_result
+from .device import CudaDevice
+from .igemm_sm90_halo import Halo
+from .igemm_sm90_wgrad import Filters
+from .igemm_sm90_windows import Windows
+from .launch import Launch, aligned, pack, single
+
+__all__ = ["IgemmSm90", "tiles"]
+
+_ALTERNATIVES = 10  # of each variant
+_MOST_STRIDE = 2  # of dgrad, as many phases an axis
+_RESULTS = {
+    "f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "f32": ("f32",),
+    "i8": ("i32", "f32", "f16", "bf16"), "e4m3": ("f16", "bf16", "f32"), "e5m2": ("f16", "bf16", "f32"),
+}  # fmt: skip
+_WANTED = "one of " + ", ".join(f"{name} to {' or '.join(results)}" for name, results in _RESULTS.items())
+_SMALL = ("e4m3", "e5m2")  # in any pair
+
+
+class IgemmSm90(Engine):
+    """Convolution as a matrix product whose windows come as boxes, on the tensor cores of sm_90.
+
+        fprop   y[pixel, k]      = sum over tap, c of  x[window of the pixel, tap, c] * w[k, tap, c]
+        dgrad   dx[pixel, c]     = sum over tap, k of  dy[pixel that tap comes from, k] * w[k, tap, c]
+        wgrad   dw[k, (tap, c)]  = sum over pixels of  dy[pixel, k] * x[window of the pixel, tap, c]
+
+    One thread of a block asks for boxes of windows and of filters, several steps ahead; groups of four warps multiply
+    them where they have come to, asynchronously. Blocks stay on their multiprocessors, so that the boxes of a tile come
+    while the results of the one before leave.
+
+    Wins wherever products are the limit, and channels make whole boxes. Loses where channels are few, and to
+    ``cuda.pixels`` where memory is.
+    """
+
+    name = "cuda.igemm_sm90"
+    device = "cuda"
+    takes_epilogue = True
+    takes_fusion = True
+    proven = False
+
+    def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
+        if not isinstance(device, CudaDevice) or device.capability != 90:
+            yield f"the device is {getattr(device, 'arch', device.name)}; its copies and products are those of sm_90"
+        first, second, result = _dtypes(problem)
+        alike = first == second or (first in _SMALL and second in _SMALL)
+        if not alike or result not in _RESULTS.get(first, ()):
+            yield f"dtypes are {'*'.join(problem.dtypes)}; wanted {_WANTED}"
+            return
+        size = DTYPE_BYTES[first]
+        if first == "f32" and problem.precision != "tf32":
+            yield f"precision is {problem.precision}; wanted tf32: products are those of tensor cores"
+        if size == 1 and problem.direction != "fprop":
+            yield f"the pass is {problem.direction} of {first}; wanted fprop"
+        if not problem.prologue.is_identity:
+            yield f"'x{problem.prologue}' stands before the products; boxes go from memory to them as they are"
+        if problem.epilogue.also:
+            yield f"'{problem.epilogue}' has other results; wanted one"
+        if problem.is_fused and problem.result_dtype not in ("f16", "bf16", "f32"):
+            yield f"'{problem.fusion}' has results of {problem.result_dtype}; they are computed for f16, bf16 and f32"
+        if problem.is_empty:
+            yield "a tensor is empty"
+            return
+        if problem.direction == "dgrad" and max(problem.stride) > _MOST_STRIDE:
+            yield f"stride is {problem.stride}; wanted at most {_MOST_STRIDE} in dgrad"
+            return
+        groups = problem.groups
+        for name, channels in (("C", problem.c // groups), ("K", problem.k // groups)):
+            if channels % (16 // min(size, 2)):
+                yield f"{name}{'/G' * (groups > 1)} is {channels}; wanted a multiple of {16 // min(size, 2)}"
+        depth = (problem.k if problem.direction == "dgrad" else problem.c) // groups
+        if groups > 1 and depth * size % 128 and problem.direction != "wgrad":
+            # A box must not reach into the next group: what it brings is multiplied and added.
+            yield f"a group has {depth} channels of depth; wanted a multiple of {128 // size}"
+        if (
+            max(problem.n * prod(problem.out), problem.n * prod(problem.spatial), prod(problem.w_shape))
+            >= 2**31 - 2**16
+        ):
+            yield "the pixels or the filters are too many for an int"
+            return
+        yield from (igemm_sm90_wgrad if problem.direction == "wgrad" else igemm_sm90_windows).refusals(problem)
+
+    def traits(self, problem: Problem, knobs: Any) -> Traits:
+        # Additions within a product cut bits off rather than round: two units in the last place for 32 bytes of depth.
+        work = _work(problem, knobs)
+        error = (problem.gemm.k * work.size / 16 + 2 * knobs.splits + 32) * 2.0**-23
+        # One order of sums for all tiles, but for splits of them and for the planes of a strided halo.
+        ordered = knobs.splits == 1 and not (isinstance(knobs, Halo) and work.strided)
+        invariant = problem.direction == "wgrad" or ordered
+        if work.first == "i8":
+            return Traits("i32", 2.0**-24)
+        if work.first == "tf32":  # of both factors, 13 bits are cut off
+            error += 2.0**-9
+        elif work.first in _SMALL:  # a step's sums have 13 bits
+            error += 2.0**-10
+        return Traits("f32", error, batch_invariant=invariant)
+
+    def workspace_bytes(self, problem: Problem, device: Device, knobs: Any) -> int:
+        return _Memory(problem, knobs).bytes
+
+    def copies(self, problem: Problem, knobs: Any) -> tuple[str, ...]:
+        turns = [*turned_inputs(problem), *turned_operands(problem)]
+        made = [f"copy {turned.name} from nchw to nhwc" for turned in turns if turned]
+        if _work(problem, knobs).turned:
+            made.append("copy w with its depth last")
+        if result := turned_result(problem):
+            made.append(f"copy {result.name} from nhwc to nchw")
+        return tuple(made)
+
+    def knobs(self, problem: Problem, device: Device) -> tuple[Any, ...]:
+        return _knobs(problem, device)
+
+    def cost(self, problem: Problem, device: Device, knobs: Any) -> float:
+        assert isinstance(device, CudaDevice)
+        seconds = _work(problem, knobs).estimate(device).seconds(device)
+        copied = [*_turns(problem, knobs), *turned_operands(problem), turned_result(problem)]
+        seconds += sum(2.2e-6 + 1.2 * turn.seconds(device) for turn in copied if turn)
+        return seconds + 2.5e-6 * (problem.stats + (knobs.splits > 1))
+
+    def reasons(self, problem: Problem, device: Device, knobs: Any) -> tuple[str, ...]:
+        assert isinstance(device, CudaDevice)
+        return (_work(problem, knobs).estimate(device).reasons(device),)
+
+    def build(self, problem: Problem, device: Device, knobs: Any) -> Runner:
+        assert isinstance(device, CudaDevice)
+        work, memory = _work(problem, knobs), _Memory(problem, knobs)
+        main, *others = self.sources(problem, device, knobs)
+        grid, block = (work.blocks(device),), (knobs.threads,)
+        first = Launch(main, work.entry, device, grid, block, work.params, work.shared, work.follows, work.maps)
+        if not memory.bytes:
+            return single(first, 16)
+        turns = [turn.launch(device) if turn else None for turn in (*_turns(problem, knobs), *turned_operands(problem))]
+        back = turn.launch(device) if (turn := turned_result(problem)) else None
+        second = None
+        if knobs.splits > 1:
+            grid = (ceil(prod(problem.result_shape) / (work.sum_together * 256 // work.sum_rows)),)
+            second = Launch(others[0], "igemm_sum", device, grid, (256,), work.sum_params, follows=True)
+        if problem.stats:
+            grid, params = (ceil(2 * problem.k / 32),), pack(3, (), (work.parts, problem.k))
+            second = Launch(others[0], "igemm_stats", device, grid, (1024,), params, follows=True)
+        spare = (0,) * max(0, 1 - len(problem.epilogue.operands))
+
+        def run(
+            a: Tensor, b: Tensor, out: Tensor, workspace: Tensor, operands: tuple[Tensor, ...] | None,
+            more: tuple[Tensor, ...] = (),
+        ) -> None:  # fmt: skip
+            kept = [aligned(each, 16) for each in (a, b, out, *(operands or ()))]
+            first_input, second_input, to, *others = [each.data_ptr() for each in kept]
+            base = workspace.data_ptr()
+            # The filter may be copied twice: with its channels last, then with its depth last.
+            given = [first_input, second_input, second_input, *others]
+            for at, (turn, place) in enumerate(zip(turns, memory.places, strict=True)):
+                if turn is not None:
+                    turn(given[at], base + place)
+                    given[at] = base + place
+                if at == 1:
+                    given[2] = given[1]
+            made = base + memory.result if back is not None else to
+            first(given[0], given[2], made, *given[3:], *spare, base)
+            if second is not None:
+                second(base, *[each.data_ptr() for each in more] if problem.stats else (made, *given[3:]))
+            if back is not None:
+                back(made, to)
+            if kept[2] is not out:
+                out.copy_(kept[2])
+
+        return run
+
+    def sources(self, problem: Problem, device: Device, knobs: Any) -> list[jit.Source]:
+        """What :meth:`build` compiles."""
+        work = _work(problem, knobs)
+        made = [work.source]
+        if knobs.splits > 1:
+            constants: dict[str, int | bool | str] = {
+                "together": work.sum_together, "rows": work.sum_rows, "Products": work.total, "last": True,
+                "filter": problem.direction == "wgrad",
+            }  # fmt: skip
+            stored = igemm_sm90_windows.stored(problem)
+            made.append(jit.Source("igemm_sum.cu", fusion.further(problem) + render.traits(stored, constants)))
+        if problem.stats:
+            made.append(jit.Source("igemm_stats.cu"))
+        turns = [*_turns(problem, knobs), *turned_operands(problem), turned_result(problem)]
+        return made + [turn.source for turn in turns if turn]
+
+
+def _dtypes(problem: Problem) -> tuple[str, str, str]:
+    """Of the two inputs and the result."""
+    first, second = problem.inputs
+    return problem.dtypes[first], problem.dtypes[second], problem.result_dtype
+
+
+_VARIANTS: dict[type, Any] = {Windows: igemm_sm90_windows, Halo: igemm_sm90_halo, Filters: igemm_sm90_wgrad}
+
+
+def _work(problem: Problem, knobs: Any) -> Any:
+    """The problem cut up as the knobs say."""
+    return _VARIANTS[type(knobs)].work(problem, knobs)
+
+
+def tiles(problem: Problem, device: Device) -> Iterator[Any]:
+    """All of the search space: knobs of every variant that takes the problem."""
+    assert isinstance(device, CudaDevice)
+    if problem.direction == "wgrad":
+        yield from igemm_sm90_wgrad.tiles(problem, device)
+        return
+    yield from igemm_sm90_windows.tiles(problem, device)
+    yield from igemm_sm90_halo.tiles(problem, device)
+
+
+def _turns(problem: Problem, knobs: Any) -> list[Turn | None]:
+    """Copies of both inputs with their channels last, and of the filter, which is the second, with its depth last."""
+    return [*turned_inputs(problem), _work(problem, knobs).turned]
+
+
+class _Memory:
+    """The workspace: sums of splits, or a tile's statistics, from its first byte on, then copies of inputs and of the
+    epilogue's tensors (``places``), and a ``result`` that is copied in the end."""
+
+    def __init__(self, problem: Problem, knobs: Any) -> None:
+        self.bytes = 4 * knobs.splits * prod(problem.result_shape) if knobs.splits > 1 else 0
+        if problem.stats:
+            self.bytes = 8 * problem.k * _work(problem, knobs).parts
+        turns = [*_turns(problem, knobs), *turned_operands(problem)]
+        self.places = [self._place(turn) for turn in turns]
+        self.result = self._place(turned_result(problem))
+
+    def _place(self, turn: Turn | None) -> int:
+        at = ceil(self.bytes / 256) * 256
+        if turn:
+            self.bytes = at + turn.size_bytes
+        return at
+
+
+@lru_cache(maxsize=512)
+def _knobs(problem: Problem, device: Device) -> tuple[Any, ...]:
+    assert isinstance(device, CudaDevice)
+    seconds = {tile: _work(problem, tile).estimate(device).seconds(device) for tile in tiles(problem, device)}
+    ordered = sorted(seconds, key=seconds.__getitem__)
+    kinds = {kind: [tile for tile in ordered if type(tile) is kind] for kind in _VARIANTS}
+    some = {tile for found in kinds.values() for tile in found[:_ALTERNATIVES]}
+    best = [tile for tile in ordered if tile in some]
+    # Bits that do not depend on the batch, and no sums in the workspace, are to be had without splits alone.
+    whole = [tile for tile in ordered if tile.splits == 1 and not isinstance(tile, Halo)][:1]
+    return (*best, *(tile for tile in whole if tile not in best))

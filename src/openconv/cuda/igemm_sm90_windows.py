@@ -1,0 +1,442 @@
+"""cuda.igemm_sm90, windows as boxes: pixels as rows of the product (im2col) or as its columns (swapped)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+from math import ceil, gcd, prod
+
+from ..engine import Knobs
+from ..problem import DTYPE_BYTES, Problem
+from . import fusion, group_product, jit
+from .channels_last import Turn, turned_inputs
+from .device import CudaDevice
+from .divide import divisor
+from .igemm_sm90_model import FILLED, Estimate, moved_bytes, product_cycles
+from .launch import TensorMap, WindowMap, pack
+
+__all__ = ["Phase", "Windows", "Work", "factors", "phases", "refusals", "tiles", "work"]
+
+SHARED = 227 << 10  # bytes of a block
+_MULTIPROCESSOR = 228 << 10  # of all blocks, with 1024 that each takes besides its own
+_MOST_STAGES = 8
+_MOST_SPLITS = 16
+_MOST_WORKSPACE = 256 << 20
+
+# By spatial axes: the least and the most of a corner, and the most of a tap's offset, that a map of windows holds.
+_CORNERS = {1: (-(1 << 15), (1 << 15) - 1, (1 << 16) - 1), 2: (-128, 127, 255), 3: (-16, 15, 31)}
+_MOST_STEP = 8  # from pixel to pixel
+
+
+@dataclass(frozen=True)
+class Windows(Knobs):
+    """A tile is ``pixels`` by ``channels`` of the result, of which each of ``groups`` of four warps multiplies
+    ``blocks`` times 64 rows: pixels, or channels if ``swapped``. ``stages`` steps are on their way, ``buffers`` boxes
+    of results have a place for each group, ``splits`` tiles share a result's sum, and a multiprocessor has
+    ``residents`` blocks."""
+
+    pixels: int
+    channels: int
+    groups: int
+    blocks: int
+    stages: int
+    buffers: int
+    swapped: bool = False
+    splits: int = 1
+    residents: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups + 128
+
+    @property
+    def registers(self) -> int:
+        """Of a thread that multiplies: those that copy keep 40 of theirs."""
+        given = 65536 // (self.threads * self.residents) // 8 * 8
+        return min(240, (given * self.threads - 40 * 128) // (128 * self.groups) // 8 * 8)
+
+    @property
+    def box(self) -> int:
+        """Pixels of a box of results."""
+        if not self.swapped:
+            return 64
+        return max(size for size in range(16, 65, 16) if self.pixels % size == 0)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One way in which taps meet pixels, along D, H and W: ``count`` pixels, the first of which reads its first tap at
+    ``corner`` and has its result at ``start``; ``taps`` of the filter, ``first`` the one that is read first."""
+
+    count: tuple[int, int, int]
+    taps: tuple[int, int, int]
+    first: tuple[int, int, int]
+    corner: tuple[int, int, int]
+    start: tuple[int, int, int]
+
+    @property
+    def terms(self) -> int:
+        return prod(self.taps)
+
+
+@lru_cache(maxsize=512)
+def phases(problem: Problem) -> tuple[Phase, ...]:
+    """Of a fprop one; of a dgrad one for each place within a stride, those with the most taps first."""
+    lead = 3 - problem.rank
+    axes: list[list[tuple[int, int, int, int, int]]] = [[(1, 1, 0, 0, 0)]] * lead
+    each = zip(
+        problem.spatial, problem.out, problem.filter, problem.stride, problem.padding, problem.dilation, strict=True
+    )
+    for size, out, taps, stride, (pad, _), dilation in each:
+        if problem.direction == "fprop":
+            axes.append([(out, taps, 0, -pad, 0)])
+            continue
+        # Place f + stride * i of dx meets tap r where f + pad - r * dilation is a multiple of the stride.
+        every, found = _every(stride, dilation), []
+        for start in range(min(stride, size)):
+            met = [r for r in range(min(every, taps)) if (start + pad - r * dilation) % stride == 0]
+            count = len(range(met[0], taps, every)) if met else 0
+            # The last tap reads the first place of dy, so that ways to the others are not negative.
+            last = met[0] + every * (count - 1) if met else 0
+            corner = (start + pad - last * dilation) // stride if met else 0
+            found.append((ceil((size - start) / stride), count, last, corner, start))
+        axes.append(found)
+    made = [Phase(*zip(*combined, strict=True)) for combined in product(*axes)]
+    return tuple(sorted(made, key=lambda phase: -phase.terms))
+
+
+def _every(stride: int, dilation: int) -> int:
+    """From one tap that meets a place to the next."""
+    return stride // gcd(stride, dilation)
+
+
+def steps(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Along D, H and W: from pixel to pixel, from tap to tap in the input, and from tap to tap in the filter."""
+    lead = (1,) * (3 - problem.rank)
+    if problem.direction == "fprop":
+        return (*lead, *problem.stride), (*lead, *problem.dilation), (1, 1, 1)
+    pairs = list(zip(problem.stride, problem.dilation, strict=True))
+    ways = (*lead, *(dilation // gcd(stride, dilation) for stride, dilation in pairs))
+    return (1, 1, 1), ways, (*lead, *(-_every(stride, dilation) for stride, dilation in pairs))
+
+
+def factors(problem: Problem) -> tuple[str, str]:
+    """The kinds of both factors, as products name them; the first is that of images."""
+    a, b = (problem.dtypes[at] for at in problem.inputs)
+    return ("tf32", "tf32") if a == "f32" else (a, b)
+
+
+def refusals(problem: Problem) -> Iterator[str]:
+    """What these kernels need of a fprop or dgrad beyond what the engine does."""
+    lowest, highest, furthest = _CORNERS[problem.rank]
+    step, way, _ = steps(problem)
+    rank = problem.rank
+    if max(step) > _MOST_STEP:
+        yield f"stride is {problem.stride}; wanted at most {_MOST_STEP}, as maps of windows have it"
+    sizes = problem.spatial if problem.direction == "fprop" else problem.out
+    for phase in phases(problem):
+        axes = zip(phase.corner[-rank:], phase.count[-rank:], step[-rank:], sizes, strict=True)
+        corners = [*phase.corner[-rank:], *(corner + (count - 1) * by - size + 1 for corner, count, by, size in axes)]
+        offsets = [(taps - 1) * by for taps, by in zip(phase.taps, way, strict=True)]
+        if min(corners) < lowest or max(corners) > highest or max(offsets) > furthest:
+            yield (
+                f"windows begin and end at {corners} and reach {max(offsets)}; maps of windows of {rank} axes hold "
+                f"{lowest} to {highest} and {furthest}"
+            )
+            return
+
+
+class Work:
+    """A problem and knobs as the kernel takes them."""
+
+    entry = "igemm_sm90"
+
+    def __init__(self, problem: Problem, tile: Windows) -> None:
+        self.problem, self.tile = problem, tile
+        self.first, self.second = factors(problem)
+        self.size = DTYPE_BYTES[problem.dtypes[problem.inputs[0]]]
+        self.depth = 128 // self.size
+        self.phases = phases(problem)
+        fprop, groups = problem.direction == "fprop", problem.groups
+        c, k = problem.c // groups, problem.k // groups
+        self.depth_channels, self.out_channels = (c, k) if fprop else (k, c)
+        self.chunks = ceil(self.depth_channels / self.depth)
+        self.images = problem.spatial if fprop else problem.out
+        self.results = problem.out if fprop else problem.spatial
+        self.pixels = problem.n * prod(self.results)  # of all phases
+        most = max(prod(phase.count) for phase in self.phases)
+        self.pixel_tiles = ceil(problem.n * most / tile.pixels)
+        self.channel_tiles = ceil(self.out_channels / tile.channels)
+        self.each = self.pixel_tiles * self.channel_tiles * groups  # tiles of a phase and split
+        self.tiles = self.each * len(self.phases) * tile.splits
+        self.parted, self.apart = tile.splits > 1, len(self.phases) > 1
+        self.out = 4 if self.parted else DTYPE_BYTES[problem.result_dtype]
+        self.total = "int" if self.first == "i8" else "float"
+        kinds = [operand.kind for operand in problem.epilogue.operands]
+        self.tensors = [] if self.parted else [at for at, kind in enumerate(kinds) if kind == "tensor"]
+        self.vectors = [] if self.parted else [at for at, kind in enumerate(kinds) if kind == "channel"]
+
+    @property
+    def order(self) -> int:
+        """How filters lie: along the depth; across it, as products of two bytes take them; or turned beforehand."""
+        if self.problem.direction == "fprop":
+            return 0
+        return 1 if self.size == 2 else 2
+
+    @property
+    def steps(self) -> int:
+        """Of the longest phase."""
+        return self.phases[0].terms * self.chunks
+
+    @property
+    def stage_bytes(self) -> int:
+        return 128 * (self.tile.pixels + self.tile.channels)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.tile.box * 64 * self.out * max(1, len(self.tensors))
+
+    @property
+    def shared(self) -> int:
+        """Of a block, from a multiple of 1024 bytes on."""
+        tile = self.tile
+        listed = tile.pixels if tile.swapped else 64 * tile.blocks
+        lists = 8 * tile.groups * listed if self.apart else 0
+        operands = len(self.problem.epilogue.operands) if self.vectors and not tile.swapped else 0
+        vectors = DTYPE_BYTES[self.problem.result_dtype] * tile.groups * operands * tile.channels
+        return 1024 + tile.stages * self.stage_bytes + tile.groups * tile.buffers * self.buffer_bytes + lists + vectors
+
+    @property
+    def static(self) -> int:
+        """Barriers."""
+        return 8 * (2 * self.tile.stages + self.tile.groups * self.tile.buffers)
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, about: sums, and what the epilogue and places take."""
+        tile = self.tile
+        columns = tile.pixels if tile.swapped else tile.channels
+        sums = tile.blocks * columns // 2 * (2 if self.promoted else 1)
+        sets = tile.blocks if tile.swapped else tile.channels // 64
+        # Results of four bytes leave one by one where channels are rows, and tensors of them come so.
+        places = 72 if tile.swapped and self.out == 4 and self.tensors else 4 * len(self.tensors)
+        return sums + 36 + places + 4 * self.problem.stats * sets
+
+    @property
+    def promoted(self) -> bool:
+        return self.first in ("e4m3", "e5m2")
+
+    @property
+    def fits(self) -> bool:
+        tile = self.tile
+        room = min(SHARED, _MULTIPROCESSOR // tile.residents - 1024)
+        columns = tile.pixels if tile.swapped else tile.channels
+        # A product names its sums, and ptxas wants 26 registers beside them before registers change hands.
+        given = 65536 // (tile.threads * tile.residents) // 8 * 8
+        enough = self.registers <= tile.registers and columns // 2 + 26 <= given
+        return self.shared + self.static <= room and enough
+
+    @property
+    def parts(self) -> int:
+        """Of statistics: rows of sums in the workspace, four for each box of pixels."""
+        return 4 * self.pixel_tiles * (1 if self.tile.swapped else self.tile.groups)
+
+    def blocks(self, device: CudaDevice) -> int:
+        """As many as run at a time, at most one for each tile."""
+        return min(self.tiles, device.threads * self.tile.residents)
+
+    def estimate(self, device: CudaDevice) -> Estimate:
+        """Where the time goes, in cycles of a multiprocessor."""
+        problem, tile = self.problem, self.tile
+        rows, columns = (tile.channels, tile.pixels) if tile.swapped else (tile.pixels, tile.channels)
+        terms = sum(phase.terms for phase in self.phases) / len(self.phases)
+        reads = 1 + 0.3 * len(self.tensors)
+        return Estimate(
+            tiles=self.tiles, slots=device.threads * tile.residents, residents=tile.residents,
+            steps=terms * self.chunks / tile.splits, products=product_cycles(rows, columns, self.first, self.promoted),
+            brought=self.stage_bytes / FILLED, results=(500 + 0.06 * rows * columns * self.out / 2) * reads,
+            bytes=moved_bytes(problem) + (8 * tile.splits * prod(problem.result_shape) if self.parted else 0),
+        )  # fmt: skip
+
+    # -- for the kernel ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def turned(self) -> Turn | None:
+        """The filter with its depth last, where products cannot take it across."""
+        problem = self.problem
+        if self.order != 2:
+            return None
+        taps = prod(problem.filter)
+        return Turn("w", problem.groups, self.depth_channels, taps * self.out_channels, self.size)
+
+    @property
+    def constants(self) -> dict[str, int | bool | str]:
+        problem, tile = self.problem, self.tile
+        return {
+            "D": self.total, "Stored": self.total if self.parted else problem.result_dtype, "rank": problem.rank,
+            "swapped": tile.swapped, "pixels": tile.pixels, "channels": tile.channels, "groups": tile.groups,
+            "blocks": tile.blocks, "stages": tile.stages, "buffers": tile.buffers, "box": tile.box,
+            "residents": tile.residents, "filters": self.order, "phases": len(self.phases), "parted": self.parted,
+            "promoted": self.promoted, "follows": self.follows,
+            "vectors": sum(1 << at for at in self.vectors), "tensors": sum(1 << at for at in self.tensors),
+        }  # fmt: skip
+
+    @property
+    def follows(self) -> bool:
+        """Whether another kernel copies inputs before it."""
+        return self.turned is not None or any(turned_inputs(self.problem))
+
+    @property
+    def source(self) -> jit.Source:
+        tile = self.tile
+        columns = tile.pixels if tile.swapped else tile.channels
+        first, second = (self.second, self.first) if tile.swapped else (self.first, self.second)
+        across = self.order == 1
+        text = group_product.product(
+            columns, first, second, turned_first=across and tile.swapped, turned_second=across and not tile.swapped
+        )
+        return jit.Source("igemm_sm90.cu", text + fusion.traits(stored(self.problem), self.constants))
+
+    @property
+    def params(self) -> bytes:
+        problem, tile = self.problem, self.tile
+        step, way, along = steps(problem)
+        _, height, width = (1, 1, 1, *problem.filter)[-3:]
+        taps = (height * width, width, 1)
+        fprop = problem.direction == "fprop"
+        out_step = (1, 1, 1) if fprop else (*(1,) * (3 - problem.rank), *problem.stride)
+        narrow = [self.tiles, self.channel_tiles, self.pixel_tiles, problem.groups, tile.splits, self.chunks]
+        narrow += [self.depth_channels, self.out_channels, *step, *way]
+        narrow += [by * each for by, each in zip(along, taps, strict=True)]
+        narrow += [*out_step, *(1,) * (3 - problem.rank), *self.results]
+        for phase in self.phases:
+            first = sum(at * each for at, each in zip(phase.first, taps, strict=True))
+            narrow += [problem.n * prod(phase.count), first, *phase.taps, *phase.corner, *phase.start]
+            narrow += [number for count in phase.count for number in divisor(count)]
+        return pack(4 + max(1, len(problem.epilogue.operands)), (), narrow)
+
+    @property
+    def sum_together(self) -> int:
+        """Sums of a split that a thread of igemm_sum.cu has."""
+        return gcd(4, self.problem.result_channels)
+
+    @property
+    def sum_rows(self) -> int:
+        return 8 if self.tile.splits > 8 else 1
+
+    @property
+    def sum_params(self) -> bytes:
+        problem = self.problem
+        channels = problem.result_channels
+        wide = (prod(problem.result_shape), prod(self.results))
+        return pack(2 + max(1, len(problem.epilogue.operands)), wide, (self.tile.splits, channels, channels))
+
+    @property
+    def maps(self) -> tuple[TensorMap | WindowMap, ...]:
+        problem, tile, size = self.problem, self.tile, self.size
+        d, n, taps, groups = self.depth_channels, self.out_channels, prod(problem.filter), problem.groups
+        if self.order == 0:
+            filters = TensorMap(1, (d, taps, n, groups), (d * size, taps * d * size, n * taps * d * size),
+                                (self.depth, 1, tile.channels, 1), 128, size)  # fmt: skip
+        elif self.order == 1:
+            filters = TensorMap(1, (n, taps, d, groups), (n * size, taps * n * size, d * taps * n * size),
+                                (64, 1, 64, 1), 128, size)  # fmt: skip
+        else:
+            filters = TensorMap(1, (d, n, taps, groups), (d * size, n * d * size, taps * n * d * size),
+                                (self.depth, tile.channels, 1, 1), 128, size)  # fmt: skip
+        last = 3 + max(1, len(problem.epilogue.operands))
+
+        def result(pointer: int, bytes_: int) -> TensorMap:
+            whole = n * groups * bytes_
+            return TensorMap(pointer, (n, groups, self.pixels, tile.splits), (n * bytes_, whole, whole * self.pixels),
+                             (128 // bytes_, 1, tile.box, 1), 128, bytes_)  # fmt: skip
+
+        results = [result(last if self.parted else 2, self.out)]
+        results += [result(3 + at, self.out) for at in self.tensors] or results[:1]
+        return (filters, *results, *self.windows)
+
+    @property
+    def windows(self) -> tuple[WindowMap, ...]:
+        """A map for each phase."""
+        problem, size = self.problem, self.size
+        rank, channels = problem.rank, self.depth_channels * problem.groups
+        axes = self.images[::-1]
+        strides, whole = [], channels * size
+        for each in axes:
+            strides.append(whole)
+            whole *= each
+        step = steps(problem)[0][::-1][:rank]
+        made = []
+        for phase in self.phases:
+            # A phase that no tap meets has no windows; its map is never used.
+            corner, count = phase.corner[::-1][:rank], phase.count[::-1][:rank]
+            lower = corner if phase.terms else (0,) * rank
+            reach = count if phase.terms else axes
+            upper = tuple(
+                at + (of - 1) * by - axis + 1 for at, of, by, axis in zip(lower, reach, step, axes, strict=True)
+            )
+            made.append(WindowMap(0, (channels, *axes, problem.n), (*strides, whole), (self.depth, self.tile.pixels),
+                                  tuple(lower), upper, step, 128, size))  # fmt: skip
+        return tuple(made)
+
+
+work = lru_cache(maxsize=4096)(Work)
+
+
+def stored(problem: Problem) -> Problem:
+    """The problem with small floats as the bytes that they lie in memory as."""
+    x, w, y = ("u8" if name in ("e4m3", "e5m2") else name for name in problem.dtypes)
+    return problem.with_(dtypes=(x, w, y))
+
+
+# -- the search space -----------------------------------------------------------------------------------------------
+
+# Pixels and channels of a tile, groups and blocks, whether swapped, residents.
+_ROWS = (
+    (128, 256, 2, 1), (128, 192, 2, 1), (128, 128, 2, 1), (256, 128, 2, 2), (192, 128, 3, 1), (128, 64, 2, 1),
+    (256, 64, 2, 2), (64, 256, 1, 1), (64, 128, 1, 1), (64, 64, 1, 1), (192, 64, 3, 1),
+)  # fmt: skip
+_SWAPPED_CHANNELS = ((128, 2, 1), (64, 1, 1), (256, 2, 2), (192, 3, 1))
+
+
+def tiles(problem: Problem, device: CudaDevice) -> Iterator[Windows]:
+    """What fits, each with as many stages as there is room for."""
+    found = [Windows(p, c, g, b, 0, 2) for p, c, g, b in _ROWS]
+    most = 8 * ceil(problem.n * prod(phases(problem)[0].count) / 8)
+    for channels, groups, blocks in _SWAPPED_CHANNELS:
+        sizes = {size for size in range(32, 257, 16) if size * blocks <= 256 and size <= max(32, most + 15)}
+        found += [Windows(size, channels, groups, blocks, 0, 2, True) for size in sorted(sizes)]
+    out_channels = problem.result_channels // problem.groups
+    widest = 64 * ceil(out_channels / 64)
+    for tile in found:
+        if tile.channels > max(64, widest):
+            continue
+        for residents in (1, 2):
+            tensors = sum(operand.kind == "tensor" for operand in problem.epilogue.operands)
+            for buffers in (2, 4) if tensors else (2,):
+                yield from _staged(problem, device, replace(tile, residents=residents, buffers=buffers))
+
+
+def _staged(problem: Problem, device: CudaDevice, tile: Windows) -> Iterator[Windows]:
+    bare = Work(problem, replace(tile, stages=2))
+    if not bare.fits:
+        return
+    room = min(SHARED, _MULTIPROCESSOR // tile.residents - 1024) - bare.shared - bare.static
+    stages = min(_MOST_STAGES, 2 + room // (bare.stage_bytes + 16))
+    if stages < min(3, bare.steps):
+        return
+    whole = replace(tile, stages=stages)
+    yield whole
+    if problem.stats or bare.apart or problem.epilogue.also:
+        return
+    slots = device.threads * tile.residents
+    splits = {min(waves * slots // bare.each, bare.steps // 4, _MOST_SPLITS) for waves in (1, 2)}
+    for count in sorted(splits):
+        if count > 1 and 4 * count * prod(problem.result_shape) <= _MOST_WORKSPACE:
+            parted = replace(whole, splits=count)
+            while not Work(problem, parted).fits and parted.stages > 2:
+                parted = replace(parted, stages=parted.stages - 1)
+            if Work(problem, parted).fits:
+                yield parted

@@ -1,0 +1,166 @@
+"""cuda.igemm_sm90 on the GPU: layers of networks with several of its tiles, all that is fused, bits that repeat, random
+problems.
+
+The default search is small. To search for long, in processes that share the compiling::
+
+    OPENCONV_FUZZ=5000 python -m pytest tests/gpu/test_igemm_sm90.py -n 14 -k any_problem
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+from openconv.cuda.igemm_sm90 import IgemmSm90, tiles
+from openconv.plan import make_plan
+from openconv.problem import DIRECTIONS, Problem
+from openconv.reference import allowed_error, error_of, random_inputs
+from openconv.select import Policy
+from tests.support import (
+    accepts,
+    check_batch_invariance,
+    check_determinism,
+    check_engine,
+    core_of,
+    make,
+    problems,
+    this_device,
+    with_knobs,
+)
+from tests.test_fuzz import EXAMPLES
+
+ENGINE = IgemmSm90()
+PARTS = 28
+LAYERS = (
+    "n4 c64 h28 w28 k64 r3 s3 pad1",
+    "n3 c128 h29 w27 k96 r3 s3 stride2 pad1",
+    "n2 c256 h14 w14 k512 r1 s1",
+    "n64 c256 h14 w14 k256 r3 s3 pad1",
+    "n2 c64 h15 w15 k64 r3 s3 pad2 dil2",
+    "n2 c72 h17 w19 k40 r5 s5 pad2:1,3:0",
+    "n2 c128 h14 w14 k256 r3 s3 pad1 g2",
+    "n2 c48 d6 h10 w9 k32 t3 r3 s3 pad1",
+    "n2 c96 w333 k64 s7 stride2 pad2:4",
+    "n1 c1024 h7 w7 k128 r3 s3 pad1",
+    "n1 c8 h9 w9 k8 r3 s3 pad1",
+)
+TYPES = ("f16", "bf16", "f32 tf32", "i8*i8>i32", "i8*i8>f32", "f16*f16>f32", "e4m3*e4m3>f16", "e5m2*e4m3>f32")
+FUSIONS = (
+    "+bias+relu", "+bias+residual+relu", "+relu_backward(t.y)", "+add(t.a)+mul(t.b)+sub(c.c)", "stats",
+    "+bias+residual stats",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def on_hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("its copies and products are those of sm_90")
+
+
+def problem_of(text: str, direction: str, dtype: str) -> Problem:
+    dtype, _, precision = dtype.partition(" ")
+    return make(f"{text} {precision}".strip(), direction, dtype, "nhwc")
+
+
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_tiles_are_right(direction, at):
+    """The best tiles by prediction, and some of the rest."""
+    for text in LAYERS:
+        problem = problem_of(text, direction, "f16")
+        core, device = core_of(problem), this_device()
+        some = [*ENGINE.knobs(core, device)[:3], *list(tiles(core, device))[::9]]
+        check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, some[at % len(some)]))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_types_are_right(direction, dtype):
+    for text in LAYERS[::2]:
+        problem = problem_of(text, direction, dtype)
+        if accepts(ENGINE, problem):
+            check_engine(ENGINE, problem)
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize("direction", ["fprop", "dgrad"])
+def test_fused_is_right(direction, fusion):
+    if direction == "dgrad" and "stats" in fusion:
+        pytest.skip("statistics are of y")
+    for text in (*LAYERS[:6], "n16 c64 h56 w56 k64 r3 s3 pad1"):
+        problem, device = Problem.parse(f"{direction} {text} f16 nhwc {fusion}"), this_device()
+        inputs = random_inputs(problem, device="cuda")
+        for tile in ENGINE.knobs(problem, device)[:4]:
+            plan = make_plan(problem, device, Policy(), with_knobs(ENGINE, problem, tile))
+            assert plan.candidate is not None
+            made, again = (plan(inputs.a, inputs.b, inputs.operands) for _ in range(2))
+            error, allowed = error_of(problem, made, inputs), allowed_error(problem, plan.candidate.traits)
+            assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}: [{tile}] of '{problem}'"
+            one, other = ((v,) if isinstance(v, torch.Tensor) else v for v in (made, again))
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"other bits: '{problem}'"
+
+
+def test_bits_repeat_and_do_not_depend_on_the_batch():
+    for text in LAYERS[:8:2]:
+        for direction in ("fprop", "dgrad"):
+            assert check_batch_invariance(ENGINE, problem_of(text, direction, "f16"))
+        check_determinism(ENGINE, problem_of(text, "wgrad", "f16"))
+
+
+@pytest.mark.parametrize("direction", ["fprop", "dgrad"])
+def test_all_tiles_without_splits_have_the_same_bits(direction):
+    """The order of a sum hangs on the problem alone: rows, columns and halos may be exchanged for each other."""
+    problem, device = Problem.parse(f"{direction} n8 c128 h28 w28 k128 r3 s3 pad1 f16 nhwc"), this_device()
+    inputs, first = random_inputs(problem, device="cuda"), None
+    for tile in list(tiles(problem, device))[::5]:
+        if tile.splits == 1:
+            found = make_plan(problem, device, Policy(), with_knobs(ENGINE, problem, tile))(inputs.a, inputs.b, ())
+            first = found if first is None else first
+            assert torch.equal(found, first), tile
+
+
+def test_streams_do_not_meet():
+    """Two hundred calls on four streams at once, all with the same bits."""
+    problem, device = Problem.parse("fprop n16 c128 h28 w28 k128 r3 s3 pad1 f16 nhwc +bias+relu"), this_device()
+    inputs = random_inputs(problem, device="cuda")
+    plan = make_plan(problem, device, Policy(engine=ENGINE.name))
+    wanted = plan(inputs.a, inputs.b, inputs.operands)
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in range(4)], []
+    for _ in range(50):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(plan(inputs.a, inputs.b, inputs.operands))
+    torch.cuda.synchronize()
+    assert all(torch.equal(each, wanted) for each in found)
+
+
+@st.composite
+def multiplied(draw) -> Problem:
+    """A problem with channels that make whole vectors."""
+    direction = draw(st.sampled_from(DIRECTIONS))
+    problem = draw(problems(directions=(direction,), groups=(1,)))
+    dtype = draw(st.sampled_from(("f16", "f16", "bf16", "f32")))
+    groups = draw(st.sampled_from((1, 1, 1, 2)))
+    sizes = (64, 128) if groups > 1 else (8, 24, 64, 72, 136, 200)
+    fused = draw(st.sampled_from(("", "", "+bias+relu", "+bias+residual+leaky_relu(0.25)")))
+    return problem.with_(
+        c=draw(st.sampled_from(sizes)) * groups, k=draw(st.sampled_from(sizes)) * groups, groups=groups,
+        dtypes=(dtype,) * 3, layouts=("nhwc",) * 3, precision="tf32" if dtype == "f32" else "ieee",
+        epilogue=fused if direction != "wgrad" else "",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_right_on_any_problem(part):
+    @seed(part)
+    @settings(max_examples=max(1, EXAMPLES // PARTS), database=None)
+    @given(multiplied(), st.integers(0, 999), st.integers(0, 9999))
+    def search(problem, data, choice):
+        if accepts(ENGINE, problem):
+            some = list(tiles(core_of(problem), this_device()))
+            check_engine(ENGINE, problem, data, candidate=with_knobs(ENGINE, problem, some[choice % len(some)]))
+
+    search()
