@@ -67,6 +67,7 @@ bool run(const unsigned* grid, const unsigned* block, const void* params, unsign
         for (unsigned y = 0; y < grid[1]; ++y)
             for (unsigned x = 0; x < grid[0]; ++x) {{
                 blockIdx = {{x, y, z}};
+                memset(emulator::dynamic, 0xff, shared);  // what is not written is NaN
                 emulator::run_block();
             }}
     std::vector<emulator::Fiber>().swap(emulator::fibers);  // stacks: 64 KB a thread, which other kernels can have
@@ -121,7 +122,7 @@ class _Layout(ctypes.Structure):
         ("address", ctypes.c_uint64), ("sizes", ctypes.c_int64 * 5), ("strides", ctypes.c_int64 * 5),
         ("box", ctypes.c_int * 5), ("lower", ctypes.c_int * 3), ("upper", ctypes.c_int * 3),
         ("steps", ctypes.c_int * 3), ("axes", ctypes.c_int), ("element", ctypes.c_int), ("swizzle", ctypes.c_int),
-        ("windows", ctypes.c_int),
+        ("windows", ctypes.c_int), ("rounds", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -147,7 +148,8 @@ def _layout(given: TensorMap | WindowMap) -> _Layout:
     assert all(0 < size <= limit for size, limit in zip(given.box, most, strict=True)), (
         f"{given}: a box of more than {most}"
     )
-    layout = _Layout(axes=axes, element=given.element, swizzle=given.swizzle, windows=windows)
+    assert given.element == 4 or not given.rounds, f"{given}: rounds elements of {given.element} bytes"
+    layout = _Layout(axes=axes, element=given.element, swizzle=given.swizzle, windows=windows, rounds=given.rounds)
     layout.sizes[:axes], layout.strides[:axes] = given.sizes, (given.element, *given.strides)
     layout.box[: len(given.box)] = given.box
     if isinstance(given, WindowMap):

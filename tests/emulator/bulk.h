@@ -12,6 +12,7 @@ struct Layout {
     int box[5];                        // of windows: channels, pixels
     int lower[3], upper[3], steps[3];  // of windows, along each axis between channels and images
     int axes, element, swizzle, windows;
+    int rounds;  // f32 to the nearest tf32, even where two are as near, as it comes
 };
 // The address of its Layout, and a mark that tells a map from other bytes.
 struct alignas(64) Map {
@@ -70,6 +71,11 @@ template <bool Stores> inline void move_row(const Layout& map, uintptr_t place, 
             unsigned char* const there = in + begin + at + from;
             memcpy(Stores ? there : piece + from, Stores ? piece + from : there, until - from);
         }
+        if (!Stores && map.rounds)
+            for (int word = 0; word < 4; ++word) {
+                unsigned& bits = reinterpret_cast<unsigned*>(piece)[word];
+                if ((bits & 0x7f800000u) != 0x7f800000u) bits = (bits + 0xfffu + (bits >> 13 & 1)) & 0xffffe000u;
+            }
     }
 }
 template <bool Stores> inline void move_box(const Layout& map, const void* memory, const int (&first)[5]) {

@@ -192,6 +192,11 @@ class Work:
         self.vectors = [at for at, kind in enumerate(kinds) if kind == "channel"]
 
     @property
+    def rounds(self) -> bool:
+        """Whether factors are rounded as they come: products would cut their last bits off."""
+        return self.first == "tf32"
+
+    @property
     def columns(self) -> int:
         """Of a product: all pixels of a tile, and those behind the ends of its lines."""
         by = 16 if self.total == "int" else 8
@@ -314,7 +319,7 @@ class Work:
         d, n, taps, groups = self.depth_channels, self.out_channels, self.taps, problem.groups
         if problem.direction == "fprop":
             filters = TensorMap(1, (d, taps, n, groups), (d * size, taps * d * size, n * taps * d * size),
-                                (self.depth, 1, tile.channels, 1), 128, size)  # fmt: skip
+                                (self.depth, 1, tile.channels, 1), 128, size, self.rounds)  # fmt: skip
         else:
             filters = TensorMap(1, (n, taps, d, groups), (n * size, taps * n * size, d * taps * n * size),
                                 (64, 1, 64, 1), 128, size)  # fmt: skip
@@ -337,11 +342,14 @@ class Work:
         line = channels * self.size * width
         sizes, box = (plane.right.size, plane.down.size, problem.n), (self.depth, self.pitch, self.box_lines, 1)
         if not self.strided:
-            return TensorMap(0, (channels, *sizes), (line // width, line, height * line), box, 128, self.size)
+            return TensorMap(
+                0, (channels, *sizes), (line // width, line, height * line), box, 128, self.size, self.rounds
+            )
         down, right = (1, *problem.stride)[-2:]
         return TensorMap(
             0, (channels * (1 + plane.right.remainder), sizes[0], 1 + plane.down.remainder, *sizes[1:]),
             (right * line // width, line, down * line, height * line), (*box[:2], 1, *box[2:]), 128, self.size,
+            self.rounds,
         )  # fmt: skip
 
 

@@ -225,6 +225,11 @@ class Work:
         return sums + 36 + places + 4 * self.problem.stats * sets
 
     @property
+    def rounds(self) -> bool:
+        """Whether factors are rounded as they come: products would cut their last bits off."""
+        return self.first == "tf32"
+
+    @property
     def promoted(self) -> bool:
         return self.first in ("e4m3", "e5m2")
 
@@ -339,13 +344,13 @@ class Work:
         d, n, taps, groups = self.depth_channels, self.out_channels, prod(problem.filter), problem.groups
         if self.order == 0:
             filters = TensorMap(1, (d, taps, n, groups), (d * size, taps * d * size, n * taps * d * size),
-                                (self.depth, 1, tile.channels, 1), 128, size)  # fmt: skip
+                                (self.depth, 1, tile.channels, 1), 128, size, self.rounds)  # fmt: skip
         elif self.order == 1:
             filters = TensorMap(1, (n, taps, d, groups), (n * size, taps * n * size, d * taps * n * size),
                                 (64, 1, 64, 1), 128, size)  # fmt: skip
         else:
             filters = TensorMap(1, (d, n, taps, groups), (d * size, n * d * size, taps * n * d * size),
-                                (self.depth, tile.channels, 1, 1), 128, size)  # fmt: skip
+                                (self.depth, tile.channels, 1, 1), 128, size, self.rounds)  # fmt: skip
         last = 3 + max(1, len(problem.epilogue.operands))
 
         def result(pointer: int, bytes_: int) -> TensorMap:
@@ -378,7 +383,7 @@ class Work:
                 at + (of - 1) * by - axis + 1 for at, of, by, axis in zip(lower, reach, step, axes, strict=True)
             )
             made.append(WindowMap(0, (channels, *axes, problem.n), (*strides, whole), (self.depth, self.tile.pixels),
-                                  tuple(lower), upper, step, 128, size))  # fmt: skip
+                                  tuple(lower), upper, step, 128, size, self.rounds))  # fmt: skip
         return tuple(made)
 
 

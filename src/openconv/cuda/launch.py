@@ -47,7 +47,7 @@ _MAPPED_TYPES = {1: "UINT8", 2: "UINT16", 4: "FLOAT32"}  # by bytes of an elemen
 class TensorMap:
     """A tensor as boxes are copied from it: which pointer of the launch is its first element, its sizes, the bytes from
     one element to the next along all axes but the first, the box, the bytes of a row that are swizzled in shared
-    memory, and those of an element."""
+    memory, and those of an element. Of one that ``rounds``, f32 comes as the nearest tf32."""
 
     pointer: int
     sizes: tuple[int, ...]
@@ -55,6 +55,7 @@ class TensorMap:
     box: tuple[int, ...]
     swizzle: int
     element: int = 2
+    rounds: bool = False
 
     def encode(self) -> bytes:
         """The driver's form of it, with some address."""
@@ -83,6 +84,7 @@ class WindowMap:
     steps: tuple[int, ...]
     swizzle: int = 128
     element: int = 2
+    rounds: bool = False
 
     def encode(self) -> bytes:
         """The driver's form of it, with some address."""
@@ -99,9 +101,9 @@ class WindowMap:
 def _encoded(encode: Any, given: TensorMap | WindowMap, shape: tuple[Any, ...]) -> bytes:
     from cuda.bindings import driver
 
-    wide = driver.cuuint64_t
+    wide, kind = driver.cuuint64_t, "TFLOAT32" if given.rounds else _MAPPED_TYPES[given.element]
     found, made = encode(
-        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAPPED_TYPES[given.element]}"),
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
         len(given.sizes), 1 << 20, [wide(size) for size in given.sizes], [wide(stride) for stride in given.strides],
         *shape, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{given.swizzle}B"),
