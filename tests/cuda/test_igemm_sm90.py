@@ -40,6 +40,7 @@ SHAPES = (
     "n2 c64 d5 h4 w5 k64 t3 r1 s2 pad1,0,1 stride2",
     "n2 c192 h6 w6 k192 r1 s1",
     "n2 c128 h5 w6 k192 r3 s3 pad1 g2",
+    "n2 c96 h5 w6 k96 r3 s3 pad1 g3",
     "n2 c72 h5 w4 k64 r3 s3 pad3",
 )
 
@@ -95,7 +96,8 @@ def test_right_in_splits(tile, splits, few):
 @pytest.mark.parametrize("tile", [ROWS, COLUMNS, replace(ROWS, buffers=4), TILES[5]], ids=str)
 @pytest.mark.parametrize("fusion", [
     "+bias+relu", "+bias+residual+relu", "+mul(s.a)+leaky_relu(0.2)", "+relu_backward(t.y)",
-    "+=select(cmp_gt(acc,t.y),acc,c.b)", "+add(t.a)+mul(t.b)+sub(c.c)",
+    "+=select(cmp_gt(acc,t.y),acc,c.b)", "+add(t.a)+mul(t.b)+sub(c.c)", "+bias+keep+relu",
+    "+keep+bias+residual+keep+relu",
 ])  # fmt: skip
 def test_right_with_epilogues(fusion, tile, few):
     check(f"fprop n2 c64 h9 w9 k136 r3 s3 pad1 f16 nhwc {fusion}", tile)
@@ -105,7 +107,7 @@ def test_right_with_epilogues(fusion, tile, few):
 
 @pytest.mark.parametrize("tile", [ROWS, TILES[1], COLUMNS, TILES[6]], ids=str)
 def test_right_with_statistics(tile, few):
-    for fusion in ("stats", "+bias+relu stats", "+residual stats"):
+    for fusion in ("stats", "+bias+relu stats", "+residual stats", "+bias+keep+relu stats"):
         check(f"fprop n2 c64 h7 w9 k136 r3 s3 pad1 f16 nhwc {fusion}", tile)
     check("fprop n2 c128 h7 w5 k144 r1 s1 g2 bf16 nhwc stats", tile)
 
@@ -153,19 +155,36 @@ def test_what_is_not_finite_goes_where_its_windows_are(tile, value):
     assert torch.equal(~torch.isfinite(found), touched)
 
 
+def test_groups_do_not_see_each_other():
+    """A box of 32 channels brings those of the next group too, which are not multiplied."""
+    problem = Problem.parse("fprop n1 c96 h5 w6 k96 r3 s3 pad1 g3 f16 nhwc")
+    for tile in (ROWS, COLUMNS):
+        plan = make_plan(problem, this_device(), Policy(), with_knobs(ENGINE, problem, tile))
+        inputs = random_inputs(problem)
+        inputs.a[:, 32:64] = float("inf")
+        found = plan(inputs.a, inputs.b, inputs.operands)
+        assert torch.isfinite(found[:, :32]).all()
+        assert torch.isfinite(found[:, 64:]).all()
+        assert not torch.isfinite(found[:, 32:64]).any()
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
         ("fprop n1 c64 h8 w8 k64 r3 s3 pad1 f32 nhwc", "precision is ieee; wanted tf32"),
         ("fprop n1 c60 h8 w8 k64 r3 s3 f16 nhwc", "C is 60; wanted a multiple of 8"),
         ("fprop n1 c64 h8 w8 k60 r3 s3 f16 nhwc", "K is 60; wanted a multiple of 8"),
-        ("fprop n1 c64 h8 w8 k64 r3 s3 g2 f16 nhwc", "a group has 32 channels of depth; wanted a multiple of 64"),
+        ("fprop n1 c48 h8 w8 k64 r3 s3 g2 f16 nhwc", "a group has 24 channels of depth; wanted a multiple of 16 up to"),
+        (
+            "fprop n1 c192 h8 w8 k64 r3 s3 g2 f16 nhwc",
+            "a group has 96 channels of depth; wanted a multiple of 16 up to",
+        ),
         ("dgrad n1 c64 h8 w8 k64 r3 s3 stride3 f16 nhwc", "stride is (3, 3); wanted at most 2"),
         ("fprop n1 c64 h64 w64 k64 r3 s3 stride9 f16 nhwc", "stride is (9, 9); wanted at most 8"),
         ("dgrad n1 c64 h8 w8 k64 r3 s3 i8*i8>i8 nhwc", "dtypes are"),
         ("fprop n1 c64 h300 w300 k64 r3 s3 dil140 f16 nhwc", "maps of windows of 2 axes hold"),
         ("fprop n1 c64 d40 h40 w40 k64 t3 r3 s3 pad17 f16 nhwc", "maps of windows of 3 axes hold"),
-        ("fprop n1 c64 h8 w8 k64 r3 s3 f16 nhwc +bias+keep+relu", "other results"),
+        ("fprop n1 c64 h8 w8 k64 r3 s3 f16 nchw +bias+keep+relu", "other results, in nchw"),
         ("fprop n1 c64 h8 w8 k64 r3 s3 f16 nhwc x+scale+bias+relu", "boxes go from memory to them as they are"),
     ],
 )

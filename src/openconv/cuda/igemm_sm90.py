@@ -68,8 +68,8 @@ class IgemmSm90(Engine):
             yield f"the pass is {problem.direction} of {first}; wanted fprop"
         if not problem.prologue.is_identity:
             yield f"'x{problem.prologue}' stands before the products; boxes go from memory to them as they are"
-        if problem.epilogue.also:
-            yield f"'{problem.epilogue}' has other results; wanted one"
+        if problem.epilogue.also and turned_result(problem):
+            yield f"'{problem.epilogue}' has other results, in nchw; wanted nhwc"
         if problem.is_fused and problem.result_dtype not in ("f16", "bf16", "f32"):
             yield f"'{problem.fusion}' has results of {problem.result_dtype}; they are computed for f16, bf16 and f32"
         if problem.is_empty:
@@ -83,9 +83,10 @@ class IgemmSm90(Engine):
             if channels % (16 // min(size, 2)):
                 yield f"{name}{'/G' * (groups > 1)} is {channels}; wanted a multiple of {16 // min(size, 2)}"
         depth = (problem.k if problem.direction == "dgrad" else problem.c) // groups
-        if groups > 1 and depth * size % 128 and problem.direction != "wgrad":
-            # A box must not reach into the next group: what it brings is multiplied and added.
-            yield f"a group has {depth} channels of depth; wanted a multiple of {128 // size}"
+        if groups > 1 and problem.direction != "wgrad" and depth * size % (32 if depth * size < 128 else 128):
+            # What a box brings of the next group must not be multiplied: products take 32 bytes, steps 128.
+            wanted = f"a multiple of {32 // size} up to {128 // size}, or of {128 // size}"
+            yield f"a group has {depth} channels of depth; wanted {wanted}"
         if (
             max(problem.n * prod(problem.out), problem.n * prod(problem.spatial), prod(problem.w_shape))
             >= 2**31 - 2**16
@@ -139,7 +140,7 @@ class IgemmSm90(Engine):
         main, *others = self.sources(problem, device, knobs)
         grid, block = (work.blocks(device),), (knobs.threads,)
         first = Launch(main, work.entry, device, grid, block, work.params, work.shared, work.follows, work.maps)
-        if not memory.bytes:
+        if not memory.bytes and not problem.epilogue.also:
             return single(first, 16)
         turns = [turn.launch(device) if turn else None for turn in (*_turns(problem, knobs), *turned_operands(problem))]
         back = turn.launch(device) if (turn := turned_result(problem)) else None
@@ -150,15 +151,17 @@ class IgemmSm90(Engine):
         if problem.stats:
             grid, params = (ceil(2 * problem.k / 32),), pack(3, (), (work.parts, problem.k))
             second = Launch(others[0], "igemm_stats", device, grid, (1024,), params, follows=True)
-        spare = (0,) * max(0, 1 - len(problem.epilogue.operands))
+        also = len(problem.epilogue.also)
+        spare = (0,) * max(0, 1 - len(problem.epilogue.operands) - also)
 
         def run(
-            a: Tensor, b: Tensor, out: Tensor, workspace: Tensor, operands: tuple[Tensor, ...] | None,
+            a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...] | None,
             more: tuple[Tensor, ...] = (),
         ) -> None:  # fmt: skip
-            kept = [aligned(each, 16) for each in (a, b, out, *(operands or ()))]
+            kept = [aligned(each, 16) for each in (a, b, out, *more[:also], *(operands or ()))]
             first_input, second_input, to, *others = [each.data_ptr() for each in kept]
-            base = workspace.data_ptr()
+            base = workspace.data_ptr() if workspace is not None else 0
+            kept_results, others = others[:also], others[also:]
             # The filter may be copied twice: with its channels last, then with its depth last.
             given = [first_input, second_input, second_input, *others]
             for at, (turn, place) in enumerate(zip(turns, memory.places, strict=True)):
@@ -168,13 +171,14 @@ class IgemmSm90(Engine):
                 if at == 1:
                     given[2] = given[1]
             made = base + memory.result if back is not None else to
-            first(given[0], given[2], made, *given[3:], *spare, base)
+            first(given[0], given[2], made, *given[3:], *kept_results, *spare, base)
             if second is not None:
-                second(base, *[each.data_ptr() for each in more] if problem.stats else (made, *given[3:]))
+                second(base, *[each.data_ptr() for each in more[also:]] if problem.stats else (made, *given[3:]))
             if back is not None:
                 back(made, to)
-            if kept[2] is not out:
-                out.copy_(kept[2])
+            for result, place in zip(kept[2:], (out, *more[:also]), strict=False):
+                if result is not place:
+                    place.copy_(result)
 
         return run
 

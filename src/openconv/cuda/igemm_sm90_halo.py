@@ -143,6 +143,8 @@ def refusals(problem: Problem) -> Iterator[str]:
         yield f"products are of {first}; wanted {', '.join(_KINDS)}"
     if problem.direction == "dgrad" and DTYPE_BYTES[problem.dtypes[problem.inputs[0]]] != 2:
         yield f"the pass is dgrad of {first}; wanted f16 or bf16, whose products take filters across"
+    if problem.epilogue.also:
+        yield f"'{problem.epilogue}' has other results; wanted one"
     if not 1 < prod(problem.filter) <= _MOST_TAPS:
         yield f"filter is {problem.filter}; wanted 2 to {_MOST_TAPS} taps that share their input"
     most = _MOST_STRIDE if problem.direction == "fprop" else 1
@@ -190,6 +192,11 @@ class Work:
         kinds = [operand.kind for operand in problem.epilogue.operands]
         self.tensors = [at for at, kind in enumerate(kinds) if kind == "tensor"]
         self.vectors = [at for at, kind in enumerate(kinds) if kind == "channel"]
+
+    @property
+    def slices(self) -> int:
+        """Of a step, 32 bytes of depth each. What a group has no channels for belongs to the next one, or to nobody."""
+        return ceil(self.depth_channels * self.size / group_product.DEPTH_BYTES) if self.chunks == 1 else 4
 
     @property
     def rounds(self) -> bool:
@@ -266,7 +273,7 @@ class Work:
             results = 150 + results / turns
         return Estimate(
             tiles=self.tiles, slots=slots, residents=tile.residents, steps=count,
-            products=product_cycles(tile.channels, self.columns, self.first),
+            products=product_cycles(tile.channels, self.columns, self.first) * self.slices / 4,
             brought=(inputs + filters) / count / FILLED, results=results, bytes=self.problem.min_bytes,
         )  # fmt: skip
 
@@ -281,7 +288,7 @@ class Work:
             "groups": tile.groups, "blocks": tile.blocks, "tiles": tile.tiles, "stages": self.stages,
             "resident": self.resident, "residents": tile.residents, "across": problem.direction == "dgrad",
             "taps": self.taps, "planes": len(self.planes), "strided": self.strided, "parted": False,
-            "follows": self.follows,
+            "follows": self.follows, "slices": self.slices,
             "vectors": sum(1 << at for at in self.vectors), "tensors": sum(1 << at for at in self.tensors),
         }  # fmt: skip
 
@@ -330,9 +337,9 @@ class Work:
                              (pixel, pixel * width, pixel * width * height),
                              (128 // self.out, self.pitch, tile.lines, 1), 128, self.out)  # fmt: skip
 
-        results = [result(2)]
-        results += [result(3 + at) for at in self.tensors] or results[:1]
-        return (filters, *results, *(self._map(plane) for plane in self.planes))
+        # In the place of a map that nothing is read by, one whose address seldom changes.
+        tensors = [result(3 + at) for at in self.tensors] or [filters]
+        return (filters, result(2), *tensors, *(self._map(plane) for plane in self.planes))
 
     def _map(self, plane: Plane) -> TensorMap:
         """Behind a stride, pixels of all remainders are channels side by side, and those of lines an axis more. The

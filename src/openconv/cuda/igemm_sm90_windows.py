@@ -177,6 +177,8 @@ class Work:
         kinds = [operand.kind for operand in problem.epilogue.operands]
         self.tensors = [] if self.parted else [at for at, kind in enumerate(kinds) if kind == "tensor"]
         self.vectors = [] if self.parted else [at for at, kind in enumerate(kinds) if kind == "channel"]
+        self.also = len(problem.epilogue.also)
+        self.pointers = max(1, len(kinds) + self.also)
 
     @property
     def order(self) -> int:
@@ -196,7 +198,7 @@ class Work:
 
     @property
     def buffer_bytes(self) -> int:
-        return self.tile.box * 64 * self.out * max(1, len(self.tensors))
+        return self.tile.box * 64 * self.out * (max(1, len(self.tensors)) + self.also)
 
     @property
     def shared(self) -> int:
@@ -222,7 +224,12 @@ class Work:
         sets = tile.blocks if tile.swapped else tile.channels // 64
         # Results of four bytes leave one by one where channels are rows, and tensors of them come so.
         places = 72 if tile.swapped and self.out == 4 and self.tensors else 4 * len(self.tensors)
-        return sums + 36 + places + 4 * self.problem.stats * sets
+        return sums + 36 + places + 6 * self.also + 4 * self.problem.stats * sets
+
+    @property
+    def slices(self) -> int:
+        """Of a step, 32 bytes of depth each. What a group has no channels for belongs to the next one, or to nobody."""
+        return ceil(self.depth_channels * self.size / group_product.DEPTH_BYTES) if self.chunks == 1 else 4
 
     @property
     def rounds(self) -> bool:
@@ -257,10 +264,11 @@ class Work:
         problem, tile = self.problem, self.tile
         rows, columns = (tile.channels, tile.pixels) if tile.swapped else (tile.pixels, tile.channels)
         terms = sum(phase.terms for phase in self.phases) / len(self.phases)
-        reads = 1 + 0.3 * len(self.tensors)
+        reads = 1 + 0.3 * (len(self.tensors) + self.also)
         return Estimate(
             tiles=self.tiles, slots=device.threads * tile.residents, residents=tile.residents,
-            steps=terms * self.chunks / tile.splits, products=product_cycles(rows, columns, self.first, self.promoted),
+            steps=terms * self.chunks / tile.splits,
+            products=product_cycles(rows, columns, self.first, self.promoted) * self.slices / 4,
             brought=self.stage_bytes / FILLED, results=(500 + 0.06 * rows * columns * self.out / 2) * reads,
             bytes=moved_bytes(problem) + (8 * tile.splits * prod(problem.result_shape) if self.parted else 0),
         )  # fmt: skip
@@ -284,7 +292,7 @@ class Work:
             "swapped": tile.swapped, "pixels": tile.pixels, "channels": tile.channels, "groups": tile.groups,
             "blocks": tile.blocks, "stages": tile.stages, "buffers": tile.buffers, "box": tile.box,
             "residents": tile.residents, "filters": self.order, "phases": len(self.phases), "parted": self.parted,
-            "promoted": self.promoted, "follows": self.follows,
+            "promoted": self.promoted, "follows": self.follows, "slices": self.slices,
             "vectors": sum(1 << at for at in self.vectors), "tensors": sum(1 << at for at in self.tensors),
         }  # fmt: skip
 
@@ -320,7 +328,7 @@ class Work:
             first = sum(at * each for at, each in zip(phase.first, taps, strict=True))
             narrow += [problem.n * prod(phase.count), first, *phase.taps, *phase.corner, *phase.start]
             narrow += [number for count in phase.count for number in divisor(count)]
-        return pack(4 + max(1, len(problem.epilogue.operands)), (), narrow)
+        return pack(4 + self.pointers, (), narrow)
 
     @property
     def sum_together(self) -> int:
@@ -351,16 +359,19 @@ class Work:
         else:
             filters = TensorMap(1, (d, n, taps, groups), (d * size, n * d * size, taps * n * d * size),
                                 (self.depth, tile.channels, 1, 1), 128, size, self.rounds)  # fmt: skip
-        last = 3 + max(1, len(problem.epilogue.operands))
+        last, operands = 3 + self.pointers, len(problem.epilogue.operands)
 
         def result(pointer: int, bytes_: int) -> TensorMap:
             whole = n * groups * bytes_
             return TensorMap(pointer, (n, groups, self.pixels, tile.splits), (n * bytes_, whole, whole * self.pixels),
                              (128 // bytes_, 1, tile.box, 1), 128, bytes_)  # fmt: skip
 
-        results = [result(last if self.parted else 2, self.out)]
-        results += [result(3 + at, self.out) for at in self.tensors] or results[:1]
-        return (filters, *results, *self.windows)
+        # In the place of a map that nothing is read or stored by, one whose address seldom changes.
+        to = filters if self.apart else result(last if self.parted else 2, self.out)
+        pointers = [] if self.apart else [*self.tensors, *range(operands, operands + self.also)]
+        more = [result(3 + at, self.out) for at in pointers]
+        spare = [filters] * (max(1, len(self.tensors) + self.also) - len(more))
+        return (filters, to, *more, *spare, *self.windows)
 
     @property
     def windows(self) -> tuple[WindowMap, ...]:

@@ -19,13 +19,13 @@
 // that taps can meet pixels, whose results lie apart: threads store them, 16 bytes at a time.
 //
 // Shared memory: the ring, [stages][pixels + channels] rows of 128 bytes; boxes of results, [groups][buffers][boxes], where
-// the tensors of an epilogue have boxes of their own; its vectors, [groups][count][channels]; and where results lie apart
+// the tensors and other results of an epilogue have boxes of their own; its vectors, [groups][count][channels]; and where results lie apart
 // their places, [groups][pixels].
 //
-// Traits: A, Out, Sum, Epilogue; D (sums), Stored, rank, swapped, pixels, channels, groups, blocks (products of a group
+// Traits: A, Out, Sum, Epilogue, Also; D (sums), Stored, rank, swapped, pixels, channels, groups, blocks (products of a group
 // side by side), stages, buffers, box (pixels of a box of results), residents, filters (0: depth, tap, channel; 1:
 // channel, tap, depth, across; 2: depth, channel, tap), phases, parted, stats, promoted (sums of a step by themselves),
-// follows, vectors, tensors.
+// slices (of 32 bytes, of a step: four, or fewer where all channels are fewer), follows, vectors, tensors.
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
@@ -50,8 +50,8 @@ constexpr int threads = 128 * groups + 128, depth = 128 / sizeof(A);
 constexpr int rows = swapped ? channels : pixels, columns = swapped ? pixels : channels, sums = columns / 2;
 constexpr int window_bytes = pixels * 128, stage_bytes = window_bytes + channels * 128;
 constexpr int along = swapped ? pixels / box : channels / 64, boxes = blocks * along;  // of a group's results
-constexpr int box_bytes = box * 64 * results::size,
-              buffer_bytes = box_bytes * (results::tensors > 1 ? results::tensors : 1);
+constexpr int box_bytes = box * 64 * results::size, buffer_bytes = box_bytes * results::boxes;
+constexpr int pointers = Epilogue::count + results::also, mapped = results::tensors + results::also;
 constexpr int listed = swapped ? pixels : 64 * blocks;  // pixels that a group stores
 constexpr bool held = results::tensors > 0 && !apart;
 static_assert(rows == 64 * groups * blocks && channels % 64 == 0 && columns % 8 == 0 && columns <= 256,
@@ -71,17 +71,17 @@ struct Phase {
 };
 
 struct Params {
-    const A *x, *w;  // read by their maps
-    Out* out;        // by its map as well, if results do not lie apart
-    const void* operands[Epilogue::count > 0 ? Epilogue::count : 1];
-    void* sums;  // of parted tiles, by the map of results; of statistics
+    const A *x, *w;                                     // read by their maps
+    Out* out;                                           // by its map as well, if results do not lie apart
+    const void* operands[pointers > 0 ? pointers : 1];  // of the epilogue, and where its other results go
+    void* sums;                                         // of parted tiles, by the map of results; of statistics
     int tiles, channel_tiles, pixel_tiles, conv_groups, splits;
     int chunks;                        // steps of a tap
     int depth_channels, out_channels;  // of a group
     int step[3], offset[3], tap[3];    // from pixel to pixel, from tap to tap, and the same in the filter's memory
     int out_step[3], out_size[3];      // from result to result of a phase
     Phase phase[phases];
-    bulk::Map filters, result, tensors[results::tensors > 0 ? results::tensors : 1], windows[phases];
+    bulk::Map filters, result, more[mapped > 0 ? mapped : 1], windows[phases];  // tensors, then other results
 };
 
 struct Tile {
@@ -213,7 +213,7 @@ template <int N>
 __device__ __forceinline__ void ask(D (&sum)[blocks][N], const Operands& operands, int stage, int adds) {
     tensor::group_begin();
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
+    for (int k = 0; k < Traits::slices; ++k)
 #pragma unroll
         for (int m = 0; m < blocks; ++m)
             tensor::group_product(sum[m], operands.a(stage, m, k), operands.b(stage, k), k > 0 ? 1 : adds);
@@ -277,15 +277,15 @@ __device__ __forceinline__ void bring_tensors(const Params& p, int group, int nu
     for (int t = 0; t < results::tensors; ++t)
 #pragma unroll
         for (int part = 0; part < results::parts; ++part)
-            bulk::copy(places + buffer * buffer_bytes + t * box_bytes + part * box * 128, p.tensors[t], arrived[buffer],
+            bulk::copy(places + buffer * buffer_bytes + t * box_bytes + part * box * 128, p.more[t], arrived[buffer],
                        spot.channel + part * results::across, tile.group, spot.pixel, 0);
 }
 
-__device__ __forceinline__ void store_box(const Params& p, const Tile& tile, const Spot& spot,
+__device__ __forceinline__ void store_box(const bulk::Map& map, const Tile& tile, const Spot& spot,
                                           const unsigned char* from) {
 #pragma unroll
     for (int part = 0; part < results::parts; ++part)
-        bulk::store(from + part * box * 128, p.result, spot.channel + part * results::across, tile.group, spot.pixel,
+        bulk::store(from + part * box * 128, map, spot.channel + part * results::across, tile.group, spot.pixel,
                     tile.split);
 }
 
@@ -482,13 +482,21 @@ igemm_sm90(const __grid_constant__ Params p) {
                 bulk::sync_group(group);
                 each_piece(p, spot, of_box, [&](int place, i64 element) {
                     *reinterpret_cast<uint4*>(p.out + element) = *reinterpret_cast<const uint4*>(to + place);
+#pragma unroll
+                    for (int a = 0; a < results::also; ++a)
+                        *reinterpret_cast<uint4*>(
+                            static_cast<Out*>(const_cast<void*>(p.operands[Epilogue::count + a])) + element) =
+                            *reinterpret_cast<const uint4*>(to + (results::first_also + a) * box_bytes + place);
                 });
             } else {
                 bulk::written();
                 if (!held && leads) bulk::read_but<buffers - 2>();  // the place of the next box
                 bulk::sync_group(group);
                 if (leads) {
-                    store_box(p, tile, spot, to);
+                    store_box(p.result, tile, spot, to);
+#pragma unroll
+                    for (int a = 0; a < results::also; ++a)
+                        store_box(p.more[results::tensors + a], tile, spot, to + (results::first_also + a) * box_bytes);
                     bulk::commit();
                     if constexpr (held)
                         if (number > 0) {

@@ -57,7 +57,7 @@ constexpr int input_bytes = Traits::box_lines * pitch * 128, slot_bytes = Traits
 constexpr int behind = slot_bytes - input_bytes;  // zeros
 constexpr int filter_bytes = channels * 128;
 constexpr int box = (columns + 15) / 16 * 16, stored = lines * pitch;  // pixels of a box of results; those that leave
-constexpr int box_bytes = box * 64 * results::size, block_bytes = box_bytes * (held ? results::tensors : 1);
+constexpr int box_bytes = box * 64 * results::size, block_bytes = box_bytes * results::boxes;
 static_assert(channels % (64 * blocks) == 0 && groups % team == 0, "whole teams");
 static_assert(columns % 8 == 0 && columns <= 256 && stored <= columns, "whole tiles, in one product");
 static_assert(behind >= 0 && Traits::slot % 8 == 0, "whole patterns of the swizzle");
@@ -182,7 +182,7 @@ __device__ __forceinline__ void multiply(const Params& p, D (&sum)[blocks][sums]
                 bulk::wait(barriers.filters_full[filter.stage], resident ? 0 : filter.parity);
                 tensor::group_begin();
 #pragma unroll
-                for (int k = 0; k < 4; ++k)
+                for (int k = 0; k < Traits::slices; ++k)
 #pragma unroll
                     for (int m = 0; m < blocks; ++m)
                         tensor::group_product(sum[m], operands.a(filter.stage, m, k),
