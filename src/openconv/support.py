@@ -142,7 +142,8 @@ def _support(engine: Engine, device: Device, asked: list[tuple[_Probe, Problem, 
         always &= traits[0].batch_invariant
         possible &= any(t.batch_invariant for t in traits)
     families = {probe.family for probe in accepted}
-    needs = (_need(r) for probe, reasons in refused if probe.family in families for r in reasons)
+    needs = [] if engine.proven else ["to be named: it has not passed its tests on such a device yet"]
+    needs += [_need(r) for probe, reasons in refused if probe.family in families for r in reasons]
     taken = {probe.dtype for probe in accepted}
     return EngineSupport(
         name=engine.name,
