@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 from openconv.device import Device
 from openconv.engine import Engine, UnsupportedProblem, engine_named
 from openconv.epilogue import IDENTITY, OPS, Acc, Const, Epilogue, Expr, Node, Operand, acc
-from openconv.plan import device_of, lower, plan_for
+from openconv.plan import device_of, lower, make_plan, plan_for
 from openconv.problem import DIRECTIONS, Problem
+from openconv.reference import allowed_error, error_of, random_inputs
 from openconv.select import Candidate, Policy, choose
 from openconv.tensors import DTYPES, empty, in_layout, to_layout
 
@@ -629,6 +630,19 @@ def check_engine(engine: Engine, problem: Problem, seed: int = 0, *, candidate: 
     if traits.plain_sum:
         run = run_engine(engine, problem, seed, candidate=candidate, integers=True)
         assert_right(core, run.out, run.a, run.b, run.operands, exact=True, context=f"integer data; {context}")
+
+
+def check_fused(engine: Engine, problem: Problem, knobs: Any, place: str = "cpu") -> None:
+    """Right on normal values with all that is fused, within the error that the traits claim; the same bits again."""
+    plan = make_plan(problem, this_device(), Policy(), with_knobs(engine, problem, knobs))
+    assert plan.core == problem
+    assert plan.candidate is not None
+    inputs = random_inputs(problem, device=place)
+    made, again = (plan(inputs.a, inputs.b, inputs.operands) for _ in range(2))
+    error, allowed = error_of(problem, made, inputs), allowed_error(problem, plan.candidate.traits)
+    assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}: {engine.name} [{knobs}] of '{problem}'"
+    one, other = ((v,) if isinstance(v, Tensor) else v for v in (made, again))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"other bits: '{problem}'"
 
 
 def check_knobs(engine: Engine, problem: Problem, seed: int = 0) -> None:

@@ -16,9 +16,9 @@ from openconv.cuda.igemm_sm90 import IgemmSm90
 from openconv.cuda.igemm_sm90_halo import Halo
 from openconv.plan import make_plan
 from openconv.problem import Problem
-from openconv.reference import allowed_error, error_of, random_inputs
+from openconv.reference import random_inputs
 from openconv.select import Policy
-from tests.support import accepts, check_engine, make, this_device, with_knobs
+from tests.support import accepts, check_engine, check_fused, make, this_device, with_knobs
 
 ENGINE = IgemmSm90()
 # Two teams past filters that stay, a single one past a ring of them.
@@ -63,18 +63,8 @@ def fitting(problem: Problem, tile: Halo) -> Halo:
 
 
 def check(text: str, tile: Halo) -> None:
-    """Right on normal values with all that is fused, and the same bits again."""
     problem = Problem.parse(text)
-    tile = fitting(problem, tile)
-    plan = make_plan(problem, this_device(), Policy(), with_knobs(ENGINE, problem, tile))
-    assert plan.core == problem
-    assert plan.candidate is not None
-    inputs = random_inputs(problem)
-    made, again = (plan(inputs.a, inputs.b, inputs.operands) for _ in range(2))
-    error, allowed = error_of(problem, made, inputs), allowed_error(problem, plan.candidate.traits)
-    assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}: {text} [{tile}]"
-    one, other = ((v,) if isinstance(v, torch.Tensor) else v for v in (made, again))
-    assert all(torch.equal(first, second) for first, second in zip(one, other, strict=True))
+    check_fused(ENGINE, problem, fitting(problem, tile))
 
 
 def check_exactly(problem: Problem, tile: Halo) -> None:

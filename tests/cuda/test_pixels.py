@@ -6,17 +6,13 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 
 import openconv.cuda.pixels as module
 from openconv.cuda import jit
 from openconv.cuda.device import device_for
 from openconv.cuda.pixels import Pixels, PixelTile
-from openconv.plan import make_plan
 from openconv.problem import Problem
-from openconv.reference import allowed_error, error_of, random_inputs
-from openconv.select import Policy
-from tests.support import accepts, check_engine, make, refusal, this_device, with_knobs
+from tests.support import accepts, check_engine, check_fused, make, refusal, this_device
 
 ENGINE = Pixels()
 # Pixels that end inside of a tile, results that end inside of a box and of a tile of columns, several tiles of columns.
@@ -37,18 +33,8 @@ FUSED = ("x+scale+bias+relu", "stats", "x+scale+bias+relu +bias stats", "+residu
 
 
 def check(text: str, tile: PixelTile | None = None) -> None:
-    """Right on normal values with all that is fused, and the same bits again."""
     problem = Problem.parse(text)
-    knobs = tile or ENGINE.knobs(problem, this_device())[0]
-    plan = make_plan(problem, this_device(), Policy(), with_knobs(ENGINE, problem, knobs))
-    assert plan.core == problem
-    assert plan.candidate is not None
-    inputs = random_inputs(problem)
-    made, again = (plan(inputs.a, inputs.b, inputs.operands) for _ in range(2))
-    error, allowed = error_of(problem, made, inputs), allowed_error(problem, plan.candidate.traits)
-    assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}: {text} [{knobs}]"
-    one, other = ((v,) if isinstance(v, torch.Tensor) else v for v in (made, again))
-    assert all(torch.equal(first, second) for first, second in zip(one, other, strict=True))
+    check_fused(ENGINE, problem, tile or ENGINE.knobs(problem, this_device())[0])
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])

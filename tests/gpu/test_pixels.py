@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from openconv.cuda.pixels import Pixels
-from openconv.plan import make_plan
 from openconv.problem import Problem
-from openconv.reference import allowed_error, error_of, random_inputs
-from openconv.select import Policy
-from tests.support import this_device, with_knobs
+from tests.support import check_fused, this_device
 
 ENGINE = Pixels()
 SIZES = ("n4 c64 h28 w28 k256", "n3 c256 h13 w11 k64", "n2 c128 h9 w7 k72", "n1 c64 h3 w5 k520", "n16 c64 h56 w56 k64")
@@ -18,17 +14,9 @@ FUSIONS = ("", "+bias+relu", "+bias+residual+relu", "x+scale+bias+relu", "stats"
 
 
 def check(text: str, at: int) -> None:
-    problem, device = Problem.parse(text), this_device()
-    knobs = ENGINE.knobs(problem, device)
-    inputs = random_inputs(problem, device="cuda")
-    for tile in knobs[at : at + 1]:
-        plan = make_plan(problem, device, Policy(), with_knobs(ENGINE, problem, tile))
-        assert plan.candidate is not None
-        made, again = (plan(inputs.a, inputs.b, inputs.operands) for _ in range(2))
-        error, allowed = error_of(problem, made, inputs), allowed_error(problem, plan.candidate.traits)
-        assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}: {plan.candidate_name} of '{text}'"
-        one, other = ((v,) if isinstance(v, torch.Tensor) else v for v in (made, again))
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"other bits: '{text}'"
+    problem = Problem.parse(text)
+    for tile in ENGINE.knobs(problem, this_device())[at : at + 1]:
+        check_fused(ENGINE, problem, tile, "cuda")
 
 
 @pytest.mark.parametrize("at", range(4))

@@ -18,6 +18,7 @@ from .device import CudaDevice
 from .igemm_sm90_halo import Halo
 from .igemm_sm90_wgrad import Filters
 from .igemm_sm90_windows import Windows
+from .igemm_sm90_work import stored
 from .launch import Launch, aligned, pack, single
 
 __all__ = ["IgemmSm90", "tiles"]
@@ -176,9 +177,9 @@ class IgemmSm90(Engine):
                 second(base, *[each.data_ptr() for each in more[also:]] if problem.stats else (made, *given[3:]))
             if back is not None:
                 back(made, to)
-            for result, place in zip(kept[2:], (out, *more[:also]), strict=False):
-                if result is not place:
-                    place.copy_(result)
+            for filled, given_ in zip(kept[2 : 3 + also], (out, *more[:also]), strict=True):
+                if filled is not given_:
+                    given_.copy_(filled)
 
         return run
 
@@ -191,8 +192,8 @@ class IgemmSm90(Engine):
                 "together": work.sum_together, "rows": work.sum_rows, "Products": work.total, "last": True,
                 "filter": problem.direction == "wgrad",
             }  # fmt: skip
-            stored = igemm_sm90_windows.stored(problem)
-            made.append(jit.Source("igemm_sum.cu", fusion.further(problem) + render.traits(stored, constants)))
+            text = fusion.further(problem) + render.traits(stored(problem), constants)
+            made.append(jit.Source("igemm_sum.cu", text))
         if problem.stats:
             made.append(jit.Source("igemm_stats.cu"))
         turns = [*_turns(problem, knobs), *turned_operands(problem), turned_result(problem)]
@@ -209,7 +210,7 @@ _VARIANTS: dict[type, Any] = {Windows: igemm_sm90_windows, Halo: igemm_sm90_halo
 
 
 def _work(problem: Problem, knobs: Any) -> Any:
-    """The problem cut up as the knobs say."""
+    """The problem cut up as the knobs say: a :class:`.igemm_sm90_work.GroupWork`."""
     return _VARIANTS[type(knobs)].work(problem, knobs)
 
 

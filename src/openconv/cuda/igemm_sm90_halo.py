@@ -7,19 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import ceil, prod
 
-from ..engine import Knobs
 from ..problem import DTYPE_BYTES, Problem
 from . import fusion, group_product, jit
-from .channels_last import turned_inputs
 from .device import CudaDevice
 from .divide import divisor
 from .igemm_sm90_model import FILLED, Estimate, product_cycles
-from .igemm_sm90_windows import SHARED, factors, phases, steps, stored
+from .igemm_sm90_windows import phases, steps
+from .igemm_sm90_work import ConvolutionWork, GroupKnobs, factors, stored
 from .launch import TensorMap, pack
 
 __all__ = ["Halo", "Plane", "Work", "planes", "refusals", "tiles", "work"]
 
-_MULTIPROCESSOR = 228 << 10  # bytes of all blocks, with 1024 that each takes besides its own
 _MOST_COLUMNS = 256  # of a product, and of a box
 _MOST_STAGES = 8
 _MOST_STRIDE = 2
@@ -28,7 +26,7 @@ _KINDS = ("f16", "bf16", "tf32", "i8")
 
 
 @dataclass(frozen=True)
-class Halo(Knobs):
+class Halo(GroupKnobs):
     """A tile is ``channels`` of ``lines`` whole lines. Each of ``groups`` of four warps multiplies ``blocks`` times 64
     channels, so that some of them share a tile, and the others are teams that take turns. ``tiles`` slots of the input
     are on their way, and ``stages`` of filters; 0: all of a tile's filters stay. A multiprocessor has ``residents``
@@ -45,22 +43,8 @@ class Halo(Knobs):
     """No tiles share a sum."""
 
     @property
-    def threads(self) -> int:
-        return 128 * self.groups + 128
-
-    @property
     def teams(self) -> int:
         return 64 * self.blocks * self.groups // self.channels
-
-    @property
-    def given(self) -> int:
-        """Registers of a thread at first."""
-        return 65536 // (self.threads * self.residents) // 8 * 8
-
-    @property
-    def registers(self) -> int:
-        """Of a thread that multiplies: those that copy keep 40 of theirs."""
-        return min(240, (self.given * self.threads - 40 * 128) // (128 * self.groups) // 8 * 8)
 
 
 @dataclass(frozen=True)
@@ -162,46 +146,22 @@ def refusals(problem: Problem) -> Iterator[str]:
         yield f"a line is {pitch} pixels with its padding, and {lines} are read; wanted at most {_MOST_COLUMNS}"
 
 
-class Work:
+class Work(ConvolutionWork):
     """A problem and knobs as the kernel takes them."""
 
     entry = "igemm_sm90_halo"
-    turned = None  # no filters are copied
 
     def __init__(self, problem: Problem, tile: Halo) -> None:
-        self.problem, self.tile = problem, tile
-        self.first, self.second = factors(problem)
-        self.size = DTYPE_BYTES[problem.dtypes[problem.inputs[0]]]
-        self.depth = 128 // self.size
-        fprop, groups = problem.direction == "fprop", problem.groups
-        c, k = problem.c // groups, problem.k // groups
-        self.depth_channels, self.out_channels = (c, k) if fprop else (k, c)
-        self.chunks = ceil(self.depth_channels / self.depth)
-        self.images = (1, *(problem.spatial if fprop else problem.out))[-2:]
-        self.results = (1, *(problem.out if fprop else problem.spatial))[-2:]
+        super().__init__(problem, tile)
+        self.images = (1, *(problem.spatial if self.fprop else problem.out))[-2:]
+        self.results = (1, *(problem.out if self.fprop else problem.spatial))[-2:]
         self.planes, self.pitch = planes(problem), _pitch(problem)
-        self.taps, self.strided = prod(problem.filter), fprop and max(problem.stride) > 1
+        self.taps, self.strided = prod(problem.filter), self.fprop and max(problem.stride) > 1
         self.bands = ceil(self.results[0] / tile.lines)
         self.pixel_tiles = problem.n * self.bands
-        self.channel_tiles = ceil(self.out_channels / tile.channels)
-        self.tiles = self.pixel_tiles * self.channel_tiles * groups
+        self.tiles = self.pixel_tiles * self.channel_tiles * problem.groups
         self.resident = tile.stages == 0
         self.stages = tile.stages or self.chunks * self.taps
-        self.out = DTYPE_BYTES[problem.result_dtype]
-        self.total = "int" if self.first == "i8" else "float"
-        kinds = [operand.kind for operand in problem.epilogue.operands]
-        self.tensors = [at for at, kind in enumerate(kinds) if kind == "tensor"]
-        self.vectors = [at for at, kind in enumerate(kinds) if kind == "channel"]
-
-    @property
-    def slices(self) -> int:
-        """Of a step, 32 bytes of depth each. What a group has no channels for belongs to the next one, or to nobody."""
-        return ceil(self.depth_channels * self.size / group_product.DEPTH_BYTES) if self.chunks == 1 else 4
-
-    @property
-    def rounds(self) -> bool:
-        """Whether factors are rounded as they come: products would cut their last bits off."""
-        return self.first == "tf32"
 
     @property
     def columns(self) -> int:
@@ -224,7 +184,7 @@ class Work:
     def shared(self) -> int:
         """Of a block, from a multiple of 1024 bytes on."""
         tile = self.tile
-        box = ceil(self.columns / 16) * 16 * 64 * self.out * max(1, len(self.tensors))
+        box = ceil(self.columns / 16) * 16 * 64 * self.out * self.boxes
         rows = tile.tiles * self.slot + self.stages * tile.channels
         return 1024 + 128 * rows + tile.groups * tile.blocks * box
 
@@ -239,15 +199,12 @@ class Work:
         return self.tile.blocks * self.columns // 2 + 36 + 4 * len(self.tensors)
 
     @property
-    def fits(self) -> bool:
-        # Whatever registers change hands, ptxas takes no product that has not room for its sums among those at first.
-        compiles = self.columns // 2 + 26 <= self.tile.given
-        return self.columns <= _MOST_COLUMNS and self.room >= 0 and compiles and self.registers <= self.tile.registers
+    def sums(self) -> int:
+        return self.columns // 2
 
     @property
-    def room(self) -> int:
-        """Bytes that a block could have besides."""
-        return min(SHARED, _MULTIPROCESSOR // self.tile.residents - 1024) - self.shared - self.static
+    def fits(self) -> bool:
+        return self.columns <= _MOST_COLUMNS and super().fits
 
     @property
     def parts(self) -> int:
@@ -281,21 +238,13 @@ class Work:
 
     @property
     def constants(self) -> dict[str, int | bool | str]:
-        problem, tile = self.problem, self.tile
+        tile = self.tile
         return {
-            "D": self.total, "Stored": problem.result_dtype, "lines": tile.lines, "pitch": self.pitch,
-            "columns": self.columns, "box_lines": self.box_lines, "slot": self.slot, "channels": tile.channels,
-            "groups": tile.groups, "blocks": tile.blocks, "tiles": tile.tiles, "stages": self.stages,
-            "resident": self.resident, "residents": tile.residents, "across": problem.direction == "dgrad",
-            "taps": self.taps, "planes": len(self.planes), "strided": self.strided, "parted": False,
-            "follows": self.follows, "slices": self.slices,
-            "vectors": sum(1 << at for at in self.vectors), "tensors": sum(1 << at for at in self.tensors),
+            **super().constants, "lines": tile.lines, "pitch": self.pitch, "columns": self.columns,
+            "box_lines": self.box_lines, "slot": self.slot, "tiles": tile.tiles, "stages": self.stages,
+            "resident": self.resident, "across": self.order == 1, "taps": self.taps, "planes": len(self.planes),
+            "strided": self.strided,
         }  # fmt: skip
-
-    @property
-    def follows(self) -> bool:
-        """Whether another kernel copies inputs before it."""
-        return any(turned_inputs(self.problem))
 
     @property
     def source(self) -> jit.Source:
@@ -322,14 +271,7 @@ class Work:
 
     @property
     def maps(self) -> tuple[TensorMap, ...]:
-        problem, tile, size = self.problem, self.tile, self.size
-        d, n, taps, groups = self.depth_channels, self.out_channels, self.taps, problem.groups
-        if problem.direction == "fprop":
-            filters = TensorMap(1, (d, taps, n, groups), (d * size, taps * d * size, n * taps * d * size),
-                                (self.depth, 1, tile.channels, 1), 128, size, self.rounds)  # fmt: skip
-        else:
-            filters = TensorMap(1, (n, taps, d, groups), (n * size, taps * n * size, d * taps * n * size),
-                                (64, 1, 64, 1), 128, size)  # fmt: skip
+        problem, tile, n, groups = self.problem, self.tile, self.out_channels, self.problem.groups
 
         def result(pointer: int) -> TensorMap:
             pixel, (height, width) = n * groups * self.out, self.results
@@ -338,8 +280,8 @@ class Work:
                              (128 // self.out, self.pitch, tile.lines, 1), 128, self.out)  # fmt: skip
 
         # In the place of a map that nothing is read by, one whose address seldom changes.
-        tensors = [result(3 + at) for at in self.tensors] or [filters]
-        return (filters, result(2), *tensors, *(self._map(plane) for plane in self.planes))
+        tensors = [result(3 + at) for at in self.tensors] or [self.filters]
+        return (self.filters, result(2), *tensors, *(self._map(plane) for plane in self.planes))
 
     def _map(self, plane: Plane) -> TensorMap:
         """Behind a stride, pixels of all remainders are channels side by side, and those of lines an axis more. The

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, gcd, prod
+from math import ceil, prod
 
-from ..engine import Knobs
 from ..problem import DTYPE_BYTES, Problem
 from . import group_product, igemm_sm90_windows, jit, render
-from .channels_last import turned_inputs
 from .device import CudaDevice
 from .divide import divisor
 from .igemm_sm90_model import FILLED, Estimate, moved_bytes, product_cycles
-from .igemm_sm90_windows import SHARED
+from .igemm_sm90_work import GroupKnobs, GroupWork
 from .launch import TensorMap, WindowMap, pack
 
 __all__ = ["Filters", "Work", "refusals", "tiles", "work"]
 
-_MULTIPROCESSOR = 228 << 10  # bytes of all blocks, with 1024 that each takes besides its own
 _MOST_STAGES = 8
 _MOST_SPLITS = 160  # a filter that is one tile has a split for each multiprocessor
 _FEWEST_STEPS = 4  # of a split
@@ -28,7 +25,7 @@ _RESULT_BOX = 64 * 128  # bytes
 
 
 @dataclass(frozen=True)
-class Filters(Knobs):
+class Filters(GroupKnobs):
     """A tile is ``rows`` filters by ``boxes`` times 64 columns, each box of one tap. Of its ``groups`` of four warps,
     each multiplies ``blocks`` times 64 rows; ``beside`` groups have the same rows and divide the boxes. A step is
     ``depth`` pixels; ``stages`` of them are on their way, ``buffers`` boxes of results have a place for each group,
@@ -44,20 +41,6 @@ class Filters(Knobs):
     buffers: int = 2
     splits: int = 1
     residents: int = 1
-
-    @property
-    def threads(self) -> int:
-        return 128 * self.groups + 128
-
-    @property
-    def given(self) -> int:
-        """Registers of a thread, before those that copy give up theirs."""
-        return 65536 // (self.threads * self.residents) // 8 * 8
-
-    @property
-    def registers(self) -> int:
-        """Of a thread that multiplies: those that copy keep 40 of theirs."""
-        return min(240, (self.given * self.threads - 40 * 128) // (128 * self.groups) // 8 * 8)
 
     @property
     def sums(self) -> int:
@@ -88,12 +71,10 @@ class _Parted(Estimate):
         return super().seconds(device) + self.read / device.bandwidth
 
 
-class Work:
+class Work(GroupWork):
     """A problem and knobs as the kernel takes them."""
 
     entry = "igemm_sm90_wgrad"
-    total = "float"
-    turned = None
 
     def __init__(self, problem: Problem, tile: Filters) -> None:
         self.problem, self.tile = problem, tile
@@ -112,7 +93,6 @@ class Work:
         self.tiles = self.each * tile.splits
         self.parted = tile.splits > 1
         self.out = 4 if self.parted else DTYPE_BYTES[problem.result_dtype]
-        self.follows = any(turned_inputs(problem))  # another kernel copies inputs before it
 
     @property
     def stage_bytes(self) -> int:
@@ -136,19 +116,8 @@ class Work:
         return self.tile.blocks * self.tile.sums + 36
 
     @property
-    def room(self) -> int:
-        """What shared memory has left."""
-        return min(SHARED, _MULTIPROCESSOR // self.tile.residents - 1024) - self.shared - self.static
-
-    @property
-    def fits(self) -> bool:
-        # The assembler holds one product to what a thread begins with: its sums and 26 more, whatever it gets later.
-        tile = self.tile
-        return self.room >= 0 and self.registers <= tile.registers and tile.sums + 26 <= tile.given
-
-    def blocks(self, device: CudaDevice) -> int:
-        """As many as run at a time, at most one for each tile."""
-        return min(self.tiles, device.threads * self.tile.residents)
+    def sums(self) -> int:
+        return int(self.tile.sums)
 
     def estimate(self, device: CudaDevice) -> Estimate:
         """Where the time goes, in cycles of a multiprocessor."""
@@ -196,17 +165,8 @@ class Work:
         return pack(5, (), narrow)
 
     @property
-    def sum_together(self) -> int:
-        """Sums of a split that a thread of igemm_sum.cu has."""
-        return gcd(4, self.c)
-
-    @property
-    def sum_rows(self) -> int:
-        return 8 if self.tile.splits > 8 else 1
-
-    @property
-    def sum_params(self) -> bytes:
-        return pack(3, (prod(self.problem.w_shape), 1), (self.tile.splits, self.taps * self.c, self.c))
+    def _row(self) -> tuple[int, int, int]:
+        return self.taps * self.c, self.c, 1
 
     @property
     def maps(self) -> tuple[TensorMap | WindowMap, ...]:

@@ -8,19 +8,17 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import ceil, gcd, prod
 
-from ..engine import Knobs
 from ..problem import DTYPE_BYTES, Problem
 from . import fusion, group_product, jit
-from .channels_last import Turn, turned_inputs
+from .channels_last import Turn
 from .device import CudaDevice
 from .divide import divisor
 from .igemm_sm90_model import FILLED, Estimate, moved_bytes, product_cycles
+from .igemm_sm90_work import ConvolutionWork, GroupKnobs, stored
 from .launch import TensorMap, WindowMap, pack
 
-__all__ = ["Phase", "Windows", "Work", "factors", "phases", "refusals", "tiles", "work"]
+__all__ = ["Phase", "Windows", "Work", "phases", "refusals", "steps", "tiles", "work"]
 
-SHARED = 227 << 10  # bytes of a block
-_MULTIPROCESSOR = 228 << 10  # of all blocks, with 1024 that each takes besides its own
 _MOST_STAGES = 8
 _MOST_SPLITS = 16
 _MOST_WORKSPACE = 256 << 20
@@ -31,7 +29,7 @@ _MOST_STEP = 8  # from pixel to pixel
 
 
 @dataclass(frozen=True)
-class Windows(Knobs):
+class Windows(GroupKnobs):
     """A tile is ``pixels`` by ``channels`` of the result, of which each of ``groups`` of four warps multiplies
     ``blocks`` times 64 rows: pixels, or channels if ``swapped``. ``stages`` steps are on their way, ``buffers`` boxes
     of results have a place for each group, ``splits`` tiles share a result's sum, and a multiprocessor has
@@ -48,14 +46,9 @@ class Windows(Knobs):
     residents: int = 1
 
     @property
-    def threads(self) -> int:
-        return 128 * self.groups + 128
-
-    @property
-    def registers(self) -> int:
-        """Of a thread that multiplies: those that copy keep 40 of theirs."""
-        given = 65536 // (self.threads * self.residents) // 8 * 8
-        return min(240, (given * self.threads - 40 * 128) // (128 * self.groups) // 8 * 8)
+    def columns(self) -> int:
+        """Of a product."""
+        return self.pixels if self.swapped else self.channels
 
     @property
     def box(self) -> int:
@@ -122,12 +115,6 @@ def steps(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int
     return (1, 1, 1), ways, (*lead, *(-_every(stride, dilation) for stride, dilation in pairs))
 
 
-def factors(problem: Problem) -> tuple[str, str]:
-    """The kinds of both factors, as products name them; the first is that of images."""
-    a, b = (problem.dtypes[at] for at in problem.inputs)
-    return ("tf32", "tf32") if a == "f32" else (a, b)
-
-
 def refusals(problem: Problem) -> Iterator[str]:
     """What these kernels need of a fprop or dgrad beyond what the engine does."""
     lowest, highest, furthest = _CORNERS[problem.rank]
@@ -148,44 +135,22 @@ def refusals(problem: Problem) -> Iterator[str]:
             return
 
 
-class Work:
+class Work(ConvolutionWork):
     """A problem and knobs as the kernel takes them."""
 
     entry = "igemm_sm90"
 
     def __init__(self, problem: Problem, tile: Windows) -> None:
-        self.problem, self.tile = problem, tile
-        self.first, self.second = factors(problem)
-        self.size = DTYPE_BYTES[problem.dtypes[problem.inputs[0]]]
-        self.depth = 128 // self.size
+        super().__init__(problem, tile)
         self.phases = phases(problem)
-        fprop, groups = problem.direction == "fprop", problem.groups
-        c, k = problem.c // groups, problem.k // groups
-        self.depth_channels, self.out_channels = (c, k) if fprop else (k, c)
-        self.chunks = ceil(self.depth_channels / self.depth)
-        self.images = problem.spatial if fprop else problem.out
-        self.results = problem.out if fprop else problem.spatial
+        self.images = problem.spatial if self.fprop else problem.out
+        self.results = problem.out if self.fprop else problem.spatial
         self.pixels = problem.n * prod(self.results)  # of all phases
         most = max(prod(phase.count) for phase in self.phases)
         self.pixel_tiles = ceil(problem.n * most / tile.pixels)
-        self.channel_tiles = ceil(self.out_channels / tile.channels)
-        self.each = self.pixel_tiles * self.channel_tiles * groups  # tiles of a phase and split
+        self.each = self.pixel_tiles * self.channel_tiles * problem.groups  # tiles of a phase and split
         self.tiles = self.each * len(self.phases) * tile.splits
-        self.parted, self.apart = tile.splits > 1, len(self.phases) > 1
-        self.out = 4 if self.parted else DTYPE_BYTES[problem.result_dtype]
-        self.total = "int" if self.first == "i8" else "float"
-        kinds = [operand.kind for operand in problem.epilogue.operands]
-        self.tensors = [] if self.parted else [at for at, kind in enumerate(kinds) if kind == "tensor"]
-        self.vectors = [] if self.parted else [at for at, kind in enumerate(kinds) if kind == "channel"]
-        self.also = len(problem.epilogue.also)
-        self.pointers = max(1, len(kinds) + self.also)
-
-    @property
-    def order(self) -> int:
-        """How filters lie: along the depth; across it, as products of two bytes take them; or turned beforehand."""
-        if self.problem.direction == "fprop":
-            return 0
-        return 1 if self.size == 2 else 2
+        self.apart = len(self.phases) > 1
 
     @property
     def steps(self) -> int:
@@ -198,7 +163,7 @@ class Work:
 
     @property
     def buffer_bytes(self) -> int:
-        return self.tile.box * 64 * self.out * (max(1, len(self.tensors)) + self.also)
+        return self.tile.box * 64 * self.out * self.boxes
 
     @property
     def shared(self) -> int:
@@ -219,45 +184,20 @@ class Work:
     def registers(self) -> int:
         """Of a thread, about: sums, and what the epilogue and places take."""
         tile = self.tile
-        columns = tile.pixels if tile.swapped else tile.channels
-        sums = tile.blocks * columns // 2 * (2 if self.promoted else 1)
+        sums = tile.blocks * self.sums * (2 if self.promoted else 1)
         sets = tile.blocks if tile.swapped else tile.channels // 64
         # Results of four bytes leave one by one where channels are rows, and tensors of them come so.
         places = 72 if tile.swapped and self.out == 4 and self.tensors else 4 * len(self.tensors)
         return sums + 36 + places + 6 * self.also + 4 * self.problem.stats * sets
 
     @property
-    def slices(self) -> int:
-        """Of a step, 32 bytes of depth each. What a group has no channels for belongs to the next one, or to nobody."""
-        return ceil(self.depth_channels * self.size / group_product.DEPTH_BYTES) if self.chunks == 1 else 4
-
-    @property
-    def rounds(self) -> bool:
-        """Whether factors are rounded as they come: products would cut their last bits off."""
-        return self.first == "tf32"
-
-    @property
-    def promoted(self) -> bool:
-        return self.first in ("e4m3", "e5m2")
-
-    @property
-    def fits(self) -> bool:
-        tile = self.tile
-        room = min(SHARED, _MULTIPROCESSOR // tile.residents - 1024)
-        columns = tile.pixels if tile.swapped else tile.channels
-        # A product names its sums, and ptxas wants 26 registers beside them before registers change hands.
-        given = 65536 // (tile.threads * tile.residents) // 8 * 8
-        enough = self.registers <= tile.registers and columns // 2 + 26 <= given
-        return self.shared + self.static <= room and enough
+    def sums(self) -> int:
+        return int(self.tile.columns) // 2
 
     @property
     def parts(self) -> int:
         """Of statistics: rows of sums in the workspace, four for each box of pixels."""
         return 4 * self.pixel_tiles * (1 if self.tile.swapped else self.tile.groups)
-
-    def blocks(self, device: CudaDevice) -> int:
-        """As many as run at a time, at most one for each tile."""
-        return min(self.tiles, device.threads * self.tile.residents)
 
     def estimate(self, device: CudaDevice) -> Estimate:
         """Where the time goes, in cycles of a multiprocessor."""
@@ -276,7 +216,7 @@ class Work:
     # -- for the kernel ---------------------------------------------------------------------------------------------
 
     @cached_property
-    def turned(self) -> Turn | None:
+    def turned(self) -> Turn | None:  # type: ignore[override]
         """The filter with its depth last, where products cannot take it across."""
         problem = self.problem
         if self.order != 2:
@@ -286,29 +226,20 @@ class Work:
 
     @property
     def constants(self) -> dict[str, int | bool | str]:
-        problem, tile = self.problem, self.tile
+        tile = self.tile
         return {
-            "D": self.total, "Stored": self.total if self.parted else problem.result_dtype, "rank": problem.rank,
-            "swapped": tile.swapped, "pixels": tile.pixels, "channels": tile.channels, "groups": tile.groups,
-            "blocks": tile.blocks, "stages": tile.stages, "buffers": tile.buffers, "box": tile.box,
-            "residents": tile.residents, "filters": self.order, "phases": len(self.phases), "parted": self.parted,
-            "promoted": self.promoted, "follows": self.follows, "slices": self.slices,
-            "vectors": sum(1 << at for at in self.vectors), "tensors": sum(1 << at for at in self.tensors),
+            **super().constants, "rank": self.problem.rank, "swapped": tile.swapped, "pixels": tile.pixels,
+            "stages": tile.stages, "buffers": tile.buffers, "box": tile.box, "filters": self.order,
+            "phases": len(self.phases), "promoted": self.promoted,
         }  # fmt: skip
-
-    @property
-    def follows(self) -> bool:
-        """Whether another kernel copies inputs before it."""
-        return self.turned is not None or any(turned_inputs(self.problem))
 
     @property
     def source(self) -> jit.Source:
         tile = self.tile
-        columns = tile.pixels if tile.swapped else tile.channels
         first, second = (self.second, self.first) if tile.swapped else (self.first, self.second)
         across = self.order == 1
         text = group_product.product(
-            columns, first, second, turned_first=across and tile.swapped, turned_second=across and not tile.swapped
+            tile.columns, first, second, turned_first=across and tile.swapped, turned_second=across and not tile.swapped
         )
         return jit.Source("igemm_sm90.cu", text + fusion.traits(stored(self.problem), self.constants))
 
@@ -318,8 +249,7 @@ class Work:
         step, way, along = steps(problem)
         _, height, width = (1, 1, 1, *problem.filter)[-3:]
         taps = (height * width, width, 1)
-        fprop = problem.direction == "fprop"
-        out_step = (1, 1, 1) if fprop else (*(1,) * (3 - problem.rank), *problem.stride)
+        out_step = (1, 1, 1) if self.fprop else (*(1,) * (3 - problem.rank), *problem.stride)
         narrow = [self.tiles, self.channel_tiles, self.pixel_tiles, problem.groups, tile.splits, self.chunks]
         narrow += [self.depth_channels, self.out_channels, *step, *way]
         narrow += [by * each for by, each in zip(along, taps, strict=True)]
@@ -331,34 +261,9 @@ class Work:
         return pack(4 + self.pointers, (), narrow)
 
     @property
-    def sum_together(self) -> int:
-        """Sums of a split that a thread of igemm_sum.cu has."""
-        return gcd(4, self.problem.result_channels)
-
-    @property
-    def sum_rows(self) -> int:
-        return 8 if self.tile.splits > 8 else 1
-
-    @property
-    def sum_params(self) -> bytes:
-        problem = self.problem
-        channels = problem.result_channels
-        wide = (prod(problem.result_shape), prod(self.results))
-        return pack(2 + max(1, len(problem.epilogue.operands)), wide, (self.tile.splits, channels, channels))
-
-    @property
     def maps(self) -> tuple[TensorMap | WindowMap, ...]:
-        problem, tile, size = self.problem, self.tile, self.size
-        d, n, taps, groups = self.depth_channels, self.out_channels, prod(problem.filter), problem.groups
-        if self.order == 0:
-            filters = TensorMap(1, (d, taps, n, groups), (d * size, taps * d * size, n * taps * d * size),
-                                (self.depth, 1, tile.channels, 1), 128, size, self.rounds)  # fmt: skip
-        elif self.order == 1:
-            filters = TensorMap(1, (n, taps, d, groups), (n * size, taps * n * size, d * taps * n * size),
-                                (64, 1, 64, 1), 128, size)  # fmt: skip
-        else:
-            filters = TensorMap(1, (d, n, taps, groups), (d * size, n * d * size, taps * n * d * size),
-                                (self.depth, tile.channels, 1, 1), 128, size, self.rounds)  # fmt: skip
+        problem, tile, filters = self.problem, self.tile, self.filters
+        n, groups = self.out_channels, problem.groups
         last, operands = 3 + self.pointers, len(problem.epilogue.operands)
 
         def result(pointer: int, bytes_: int) -> TensorMap:
@@ -401,12 +306,6 @@ class Work:
 work = lru_cache(maxsize=4096)(Work)
 
 
-def stored(problem: Problem) -> Problem:
-    """The problem with small floats as the bytes that they lie in memory as."""
-    x, w, y = ("u8" if name in ("e4m3", "e5m2") else name for name in problem.dtypes)
-    return problem.with_(dtypes=(x, w, y))
-
-
 # -- the search space -----------------------------------------------------------------------------------------------
 
 # Pixels and channels of a tile, groups and blocks, whether swapped, residents.
@@ -439,8 +338,7 @@ def _staged(problem: Problem, device: CudaDevice, tile: Windows) -> Iterator[Win
     bare = Work(problem, replace(tile, stages=2))
     if not bare.fits:
         return
-    room = min(SHARED, _MULTIPROCESSOR // tile.residents - 1024) - bare.shared - bare.static
-    stages = min(_MOST_STAGES, 2 + room // (bare.stage_bytes + 16))
+    stages = min(_MOST_STAGES, 2 + bare.room // (bare.stage_bytes + 16))
     if stages < min(3, bare.steps):
         return
     whole = replace(tile, stages=stages)
