@@ -24,7 +24,7 @@ from .launch import Launch, aligned, pack, single
 __all__ = ["IgemmSm90", "tiles"]
 
 _ALTERNATIVES = 10  # of each variant
-_MOST_STRIDE = 2  # of dgrad, as many phases an axis
+_MOST_PHASES = 8  # of dgrad: each has a map of windows
 _RESULTS = {
     "f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "f32": ("f32",),
     "i8": ("i32", "f32", "f16", "bf16"), "e4m3": ("f16", "bf16", "f32"), "e5m2": ("f16", "bf16", "f32"),
@@ -76,8 +76,9 @@ class IgemmSm90(Engine):
         if problem.is_empty:
             yield "a tensor is empty"
             return
-        if problem.direction == "dgrad" and max(problem.stride) > _MOST_STRIDE:
-            yield f"stride is {problem.stride}; wanted at most {_MOST_STRIDE} in dgrad"
+        if problem.direction == "dgrad" and prod(problem.stride) > _MOST_PHASES:
+            phases = f"{prod(problem.stride)} phases"
+            yield f"stride is {problem.stride}, which makes {phases} in dgrad; wanted at most {_MOST_PHASES} of them"
             return
         groups = problem.groups
         for name, channels in (("C", problem.c // groups), ("K", problem.k // groups)):
