@@ -53,10 +53,10 @@ LARGE = (
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("text", LAYERS)
-def test_right_on_layers(text, layout, direction):
-    problem = make(text, direction, layout=layout)
+@pytest.mark.parametrize("at", range(len(LAYERS)))
+def test_right_on_layers(at, direction):
+    """In one layout each: every one is a kernel to compile."""
+    problem = make(LAYERS[at], direction, layout=LAYOUTS[(at + DIRECTIONS.index(direction)) % 2])
     if accepts(ENGINE, problem):
         check_engine(ENGINE, problem)
 
@@ -72,7 +72,7 @@ def test_right_on_every_problem_it_takes(direction):
     dtype = "f64" if direction == "dgrad" else "f32"
     taken = [p for p in cases(directions=[direction], dtypes=[dtype], layouts=LAYOUTS) if accepts(ENGINE, p)]
     assert len(taken) > 20
-    for problem in taken:
+    for problem in taken[:: 1 if direction == "fprop" else 2]:
         check_engine(ENGINE, problem, seed=1)
 
 

@@ -113,7 +113,7 @@ def test_right_with_tiles(at, few):
 ])  # fmt: skip
 def test_right_with_epilogues(fusion, tile, few):
     check(f"fprop n2 c64 h9 w9 k136 r3 s3 pad1 f16 nhwc {fusion}", tile)
-    if "t.a" not in fusion:
+    if fusion == "+bias+residual+relu":
         check(f"dgrad n2 c72 h5 w6 k64 r3 s3 pad1 bf16 nhwc {fusion}", tile)
 
 
@@ -151,8 +151,7 @@ def test_right_as_chosen():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("tile", [STAY, COME], ids=["stay", "come"])
-@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("tile, stride", [(STAY, 1), (COME, 2)], ids=["stay", "come"])
 def test_what_is_not_finite_goes_where_its_windows_are(tile, value, stride, few):
     """And no further: the columns behind the ends of lines are not pixels' neighbours, nor are tiles and images."""
     problem = Problem.parse(f"fprop n2 c72 h7 w9 k72 r3 s3 pad1 stride{stride} f16 nhwc")
@@ -262,7 +261,7 @@ COMPILED = (
 )
 
 
-@pytest.mark.parametrize("direction, fusion", [("fprop", ""), ("dgrad", ""), ("fprop", "+bias+residual+relu stats")])
+@pytest.mark.parametrize("direction, fusion", [("dgrad", ""), ("fprop", "+bias+residual+relu stats")])
 @pytest.mark.parametrize("sizes, tile", COMPILED)
 def test_compiles_well(sizes, tile, direction, fusion):
     """Without spills, and without products that wait for each other."""
