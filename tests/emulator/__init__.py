@@ -41,7 +41,7 @@ REPLACED = (
 
 
 _FLAGS = (
-    "-std=c++17", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden",
+    "-std=c++17", "-Og", "-w", "-fpermissive", "-shared", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden",
     "-U_FORTIFY_SOURCE",  # it takes a jump to another stack for an error
 )  # fmt: skip
 
