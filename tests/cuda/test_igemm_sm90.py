@@ -131,6 +131,13 @@ def test_right_with_tensors_that_lie_otherwise(fusion):
     check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, ROWS))
 
 
+@pytest.mark.parametrize("tile", [ROWS, COLUMNS], ids=["rows", "columns"])
+def test_right_where_no_tap_meets_a_pixel(tile):
+    """A stride larger than the image leaves one phase, which had no steps and waited for ever."""
+    problem = Problem.parse("dgrad n3 c128 d3 h1 w3 k64 t1 r1 s3 stride1,2,1 pad0:2,1:0,0:2 dil1,1,2 f16 nhwc +bias")
+    check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, tile))
+
+
 def test_right_as_chosen():
     for text in ("fprop n2 c64 h7 w9 k64 r3 s3 pad1", "dgrad n1 c64 h14 w14 k64 r3 s3 pad1 stride2"):
         check_engine(ENGINE, Problem.parse(f"{text} f16 nhwc"))

@@ -231,6 +231,7 @@ class Work(ConvolutionWork):
             **super().constants, "rank": self.problem.rank, "swapped": tile.swapped, "pixels": tile.pixels,
             "stages": tile.stages, "buffers": tile.buffers, "box": tile.box, "filters": self.order,
             "phases": len(self.phases), "promoted": self.promoted,
+            "barren": not all(phase.terms for phase in self.phases),
         }  # fmt: skip
 
     @property

@@ -3,13 +3,12 @@
 //     result[pixel, n] = sum over taps and d of  input[place of the pixel + tap, d] * filter[tap, d, n]
 //
 // d counts the channels of the input, n those of the result. A step is one tap and the channels of 128 bytes: all taps of
-// the first channels, then those of the next, so that the windows of a step have just been read, and so that a sum has one
-// order whatever the tile. For each,
-// one thread of the last warps asks for two boxes: windows, which are pixels one behind the other through rows and images
-// as the tap sees them (common/bulk_windows.cuh), and filters. They come to a ring of `stages`; the other warps, in
-// groups of four, multiply them from there. A block stays on its multiprocessor and takes one tile after the other, so
-// that boxes of the next tile come while results of the last one leave. The four last warps are there for one thread that
-// asks: registers are given back by four warps at a time.
+// the first channels, then those of the next, so that the windows of a step have just been read, and so that a sum has
+// one order whatever the tile. For each, one thread of the last warps asks for two boxes: windows, which are pixels one
+// behind the other through rows and images as the tap sees them (common/bulk_windows.cuh), and filters. They come to a
+// ring of `stages`; the other warps, in groups of four, multiply them from there. A block stays on its multiprocessor and
+// takes one tile after the other, so that boxes of the next tile come while results of the last one leave. The four last
+// warps are there for one thread that asks: registers are given back by four warps at a time.
 //
 // Pixels are the rows of the product, 64 to each group and block of it, and channels its columns; or, `swapped`, channels
 // are the rows and pixels the columns: any multiple of 16, so that tiles can be made to be as many as multiprocessors.
@@ -18,14 +17,15 @@
 // as boxes, from where tensors that the epilogue reads have come before; with a stride, dgrad has a phase for each way
 // that taps can meet pixels, whose results lie apart: threads store them, 16 bytes at a time.
 //
-// Shared memory: the ring, [stages][pixels + channels] rows of 128 bytes; boxes of results, [groups][buffers][boxes], where
-// the tensors and other results of an epilogue have boxes of their own; its vectors, [groups][count][channels]; and where results lie apart
-// their places, [groups][pixels].
+// Shared memory: the ring, [stages][pixels + channels] rows of 128 bytes; boxes of results, [groups][buffers][boxes],
+// where the tensors and other results of an epilogue have boxes of their own; its vectors, [groups][count][channels]; and
+// where results lie apart their places, [groups][pixels].
 //
-// Traits: A, Out, Sum, Epilogue, Also; D (sums), Stored, rank, swapped, pixels, channels, groups, blocks (products of a group
-// side by side), stages, buffers, box (pixels of a box of results), residents, filters (0: depth, tap, channel; 1:
+// Traits: A, Out, Sum, Epilogue, Also; D (sums), Stored, rank, swapped, pixels, channels, groups, blocks (products of a
+// group side by side), stages, buffers, box (pixels of a box of results), residents, filters (0: depth, tap, channel; 1:
 // channel, tap, depth, across; 2: depth, channel, tap), phases, parted, stats, promoted (sums of a step by themselves),
-// slices (of 32 bytes, of a step: four, or fewer where all channels are fewer), follows, vectors, tensors.
+// slices (of 32 bytes, of a step: four, or fewer where all channels are fewer), barren (some phase has no taps), follows,
+// vectors, tensors.
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
@@ -223,7 +223,7 @@ __device__ __forceinline__ void ask(D (&sum)[blocks][N], const Operands& operand
 template <int N>
 __device__ __forceinline__ void multiply(D (&sum)[blocks][N], const Operands& operands, int steps, Turn& turn,
                                          bulk::Barrier* full, bulk::Barrier* empty, bool leads_warp) {
-    if constexpr (apart) {
+    if constexpr (Traits::barren) {
         if (steps == 0) {  // no tap meets this phase
 #pragma unroll
             for (int m = 0; m < blocks; ++m)
