@@ -2,30 +2,31 @@
 //
 //     result[pixel, n] = sum over taps and d of  input[place of the pixel + tap, d] * filter[tap, d, n]
 //
-// d counts the channels of the input, n those of the result. A step is one tap and the channels of 128 bytes: all taps of
-// the first channels, then those of the next, so that the windows of a step have just been read, and so that a sum has
-// one order whatever the tile. For each, one thread of the last warps asks for two boxes: windows, which are pixels one
-// behind the other through rows and images as the tap sees them (common/bulk_windows.cuh), and filters. They come to a
-// ring of `stages`; the other warps, in groups of four, multiply them from there. A block stays on its multiprocessor and
-// takes one tile after the other, so that boxes of the next tile come while results of the last one leave. The four last
-// warps are there for one thread that asks: registers are given back by four warps at a time.
+// d counts the channels of the input, n those of the result. A step is one tap and the channels of 128 bytes: all taps
+// of the first channels, then those of the next, so that the windows of a step have just been read, and so that a sum
+// has one order whatever the tile. For each, one thread of the last warps asks for two boxes: windows, which are pixels
+// one behind the other through rows and images as the tap sees them (common/bulk_windows.cuh), and filters. They come
+// to a ring of `stages`; the other warps, in groups of four, multiply them from there. A block stays on its
+// multiprocessor and takes one tile after the other, so that boxes of the next tile come while results of the last one
+// leave. The four last warps are there for one thread that asks: registers are given back by four warps at a time.
 //
-// Pixels are the rows of the product, 64 to each group and block of it, and channels its columns; or, `swapped`, channels
-// are the rows and pixels the columns: any multiple of 16, so that tiles can be made to be as many as multiprocessors.
+// Pixels are the rows of the product, 64 to each group and block of it, and channels its columns; or, `swapped`,
+// channels are the rows and pixels the columns: any multiple of 16, so that tiles can be made to be as many as
+// multiprocessors.
 //
-// The sums of `parted` tiles, of which several share a result's steps, leave as they are, for igemm_sum.cu. Results leave
-// as boxes, from where tensors that the epilogue reads have come before; with a stride, dgrad has a phase for each way
-// that taps can meet pixels, whose results lie apart: threads store them, 16 bytes at a time.
+// The sums of `parted` tiles, of which several share a result's steps, leave as they are, for igemm_sum.cu. Results
+// leave as boxes, from where tensors that the epilogue reads have come before; with a stride, dgrad has a phase for
+// each way that taps can meet pixels, whose results lie apart: threads store them, 16 bytes at a time.
 //
 // Shared memory: the ring, [stages][pixels + channels] rows of 128 bytes; boxes of results, [groups][buffers][boxes],
-// where the tensors and other results of an epilogue have boxes of their own; its vectors, [groups][count][channels]; and
-// where results lie apart their places, [groups][pixels].
+// where the tensors and other results of an epilogue have boxes of their own; its vectors, [groups][count][channels];
+// and where results lie apart their places, [groups][pixels].
 //
 // Traits: A, Out, Sum, Epilogue, Also; D (sums), Stored, rank, swapped, pixels, channels, groups, blocks (products of a
-// group side by side), stages, buffers, box (pixels of a box of results), residents, filters (0: depth, tap, channel; 1:
-// channel, tap, depth, across; 2: depth, channel, tap), phases, parted, stats, promoted (sums of a step by themselves),
-// slices (of 32 bytes, of a step: four, or fewer where all channels are fewer), barren (some phase has no taps), follows,
-// vectors, tensors.
+// group side by side), stages, buffers, box (pixels of a box of results), residents, filters (0: depth, tap, channel;
+// 1: channel, tap, depth, across; 2: depth, channel, tap), phases, parted, stats, promoted (sums of a step by
+// themselves), slices (of 32 bytes, of a step: four, or fewer where all channels are fewer), barren (some phase has no
+// taps), follows, vectors, tensors.
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
@@ -289,7 +290,8 @@ __device__ __forceinline__ void store_box(const bulk::Map& map, const Tile& tile
                     tile.split);
 }
 
-// Where results lie apart: the element of each of a group's pixels, from this tile's first channel on; -1 behind the last.
+// Where results lie apart: the element of each of a group's pixels, from this tile's first channel on; -1 behind the
+// last.
 __device__ __forceinline__ void list_places(const Params& p, const Tile& tile, int first, i64* list) {
     const Phase& phase = p.phase[tile.phase];
     for (int i = threadIdx.x % 128; i < listed; i += 128) {
@@ -313,9 +315,9 @@ __device__ __forceinline__ void each_piece(const Params& p, const Spot& spot, co
     }
 }
 
-// Sums and sums of squares of a group's channels over the pixels of a tile, read from where boxes leave. Added up from the
-// sums in registers, ptxas would have every product wait for the one before. A thread has two channels of each 64, and
-// every fourth pixel: parts[tile, group if it has pixels of its own, warp][channel][2].
+// Sums and sums of squares of a group's channels over the pixels of a tile, read from where boxes leave. Added up from
+// the sums in registers, ptxas would have every product wait for the one before. A thread has two channels of each 64,
+// and every fourth pixel: parts[tile, group if it has pixels of its own, warp][channel][2].
 struct Totals {
     static constexpr int sets = swapped ? blocks : along;  // of 64 channels
     float of[sets][2][2] = {};
@@ -346,8 +348,8 @@ struct Totals {
     }
 };
 
-// The epilogue's values of channels: of a thread's own two where channels are rows; else they come with the products and
-// lie in shared memory behind them.
+// The epilogue's values of channels: of a thread's own two where channels are rows; else they come with the products
+// and lie in shared memory behind them.
 struct Vectors {
     static constexpr int count = Traits::vectors ? Epilogue::count : 0, each = (channels + 127) / 128;
     Out own[swapped && count > 0 ? blocks : 1][count > 0 ? count : 1][2];

@@ -1,5 +1,5 @@
-// Boxes of windows (sm_90): pixels of a convolution, one behind the other through rows and images, each with the channels
-// of one tap. The map says how far pixels are apart and where the windows of an image begin and end
+// Boxes of windows (sm_90): pixels of a convolution, one behind the other through rows and images, each with the
+// channels of one tap. The map says how far pixels are apart and where the windows of an image begin and end
 // (launch.py, WindowMap); a copy names the place of the first pixel's first tap and how far the tap is from that.
 #pragma once
 #include "common/bulk_ring.cuh"

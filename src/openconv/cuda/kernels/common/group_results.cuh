@@ -1,13 +1,13 @@
 // Sums of a warpgroup's products (common/wgmma.cuh) on their way out: the epilogue of 64 channels of some pixels, to
 // where their box lies in shared memory. Comes behind "traits".
 //
-// A box has its pixels below each other, each a row of 128 bytes, swizzled as boxes are: 64 channels of two bytes. Of four
-// bytes there are two boxes, of 32 channels each, one behind the other. Tensors that the epilogue reads have come to boxes
-// of the same form; the first of them is the place of the results as well. Other results of the epilogue have boxes behind
-// these.
+// A box has its pixels below each other, each a row of 128 bytes, swizzled as boxes are: 64 channels of two bytes. Of
+// four bytes there are two boxes, of 32 channels each, one behind the other. Tensors that the epilogue reads have come
+// to boxes of the same form; the first of them is the place of the results as well. Other results of the epilogue have
+// boxes behind these.
 //
-// Traits: Out, Sum, Epilogue, Also; Stored (what leaves: Out, or sums of a split), parted, vectors and tensors (bits: which of
-// the epilogue's operands have a value for each channel, or one for each result).
+// Traits: Out, Sum, Epilogue, Also; Stored (what leaves: Out, or sums of a split), parted, vectors and tensors (bits:
+// which of the epilogue's operands have a value for each channel, or one for each result).
 #pragma once
 #include "common/epilogue.cuh"
 #include "common/wgmma_batches.cuh"
@@ -40,8 +40,8 @@ __device__ __forceinline__ int place(int rows, int row, int channel) {
     return channel / across * rows * row_bytes + row * row_bytes + ((byte / 16 ^ (row & 7)) << 4) + byte % 16;
 }
 
-// N results that lie side by side, or below each other unless `AlongChannels`: the epilogue, or its other result `At`, and
-// rounded. `at` is the place of their tensors' values, in elements.
+// N results that lie side by side, or below each other unless `AlongChannels`: the epilogue, or its other result `At`,
+// and rounded. `at` is the place of their tensors' values, in elements.
 template <int N, bool AlongChannels, int At = -1, class D>
 __device__ __forceinline__ Pack<Stored, N> finished(const D (&sum)[N], const void* const (&operands)[given], int at) {
     Pack<Stored, N> result;
@@ -62,7 +62,8 @@ __device__ __forceinline__ Pack<Stored, N> finished(const D (&sum)[N], const voi
     return result;
 }
 
-// The other results of N sums, from the `At`th on: to their boxes, `between` bytes behind each other, or into registers.
+// The other results of N sums, from the `At`th on: to their boxes, `between` bytes behind each other, or into
+// registers.
 template <int N, bool AlongChannels, int At = 0, class D>
 __device__ __forceinline__ void put_also(unsigned char* to, int between, int where, const D (&sum)[N],
                                          const void* const (&operands)[given]) {
@@ -83,8 +84,8 @@ __device__ __forceinline__ void hold_also(u32 (&others)[Count][4], int i, const 
 }
 
 // Pixels are the rows of the product: 64 of them, and 64 of its columns, whose first sum of this thread is sum[0]. `to`
-// is the box, tensors lie from there on, each `between` bytes behind the one before. `vectors` has [count][pitch] values of
-// the channels from the first on.
+// is the box, tensors lie from there on, each `between` bytes behind the one before. `vectors` has [count][pitch]
+// values of the channels from the first on.
 template <class D>
 __device__ __forceinline__ void of_rows(const D* sum, unsigned char* to, int between, const void* const* operands,
                                         const Traits::Out* vectors, int pitch, int warp, int lane) {
@@ -113,9 +114,9 @@ __device__ __forceinline__ void of_rows(const D* sum, unsigned char* to, int bet
     }
 }
 
-// Pixels are the columns of the product: `Pixels` of them, whose first sum of this thread is sum[0], and 64 of its rows,
-// channels. A thread has two channels, eight apart, `vectors` their values [count][2]. 8 x 8 matrices are turned on their
-// way.
+// Pixels are the columns of the product: `Pixels` of them, whose first sum of this thread is sum[0], and 64 of its
+// rows, channels. A thread has two channels, eight apart, `vectors` their values [count][2]. 8 x 8 matrices are turned
+// on their way.
 template <int Pixels, class D>
 __device__ __forceinline__ void of_columns(const D* sum, unsigned char* to, int between, const void* const* operands,
                                            const Traits::Out (*vectors)[2], int warp, int lane) {

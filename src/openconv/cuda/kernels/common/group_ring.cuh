@@ -1,4 +1,5 @@
-// What kernels share in which some threads bring boxes to a ring of stages and groups of four warps multiply them (sm_90).
+// What kernels share in which some threads bring boxes to a ring of stages and groups of four warps multiply them
+// (sm_90).
 #pragma once
 #include "common/bulk_windows.cuh"
 #include "common/wgmma_batches.cuh"
@@ -38,8 +39,8 @@ struct Registers {
     }
 };
 
-// The products of a tile's steps, at least one: `ask(stage, adds)` asks for those of a stage as one batch. While a step is
-// multiplied, the next one is asked for; a stage is free once the step behind it is under way and its own has ended.
+// The products of a tile's steps, at least one: `ask(stage, adds)` asks for those of a stage as one batch. While a step
+// is multiplied, the next one is asked for; a stage is free once the step behind it is under way and its own has ended.
 template <int Stages, class Ask>
 __device__ __forceinline__ void multiply(int steps, Turn<Stages>& turn, bulk::Barrier* full, bulk::Barrier* empty,
                                          bool leads_warp, const Ask& ask) {
