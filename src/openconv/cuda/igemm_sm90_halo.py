@@ -230,7 +230,7 @@ class Work(ConvolutionWork):
             results = 150 + results / turns
         return Estimate(
             tiles=self.tiles, slots=slots, residents=tile.residents, steps=count,
-            products=product_cycles(tile.channels, self.columns, self.first) * self.slices / 4,
+            products=product_cycles(tile.channels, self.columns) * self.slices / 4,
             brought=(inputs + filters) / count / FILLED, results=results, bytes=self.problem.min_bytes,
         )  # fmt: skip
 

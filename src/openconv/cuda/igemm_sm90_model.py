@@ -15,18 +15,16 @@ _START = 4000.0  # cycles until the first boxes have come
 _LAUNCH = 2e-6
 _FAST, _SLOW = 1.7e9, 1.53e9  # cycles a second: of short launches, and where power is the limit
 _LONG = 100e-6  # what is no short launch
-# Of f16: how many products a cycle have.
-_RATES = {"f16": 1.0, "bf16": 1.0, "tf32": 0.5, "e4m3": 2.0, "e5m2": 2.0, "i8": 2.0}
 
 
-def product_cycles(rows: int, columns: int, kind: str, promoted: bool = False) -> float:
+def product_cycles(rows: int, columns: int, promoted: bool = False) -> float:
     """Cycles of the products of a step, 128 bytes of depth: four for each 64 rows. A product of 64 rows takes half as
-    many as it has columns at 4096 operations a cycle of f16, or what shared memory takes to give both operands, at 128
-    bytes a cycle."""
+    many as it has columns, 4096 operations of f16 a cycle and as many bytes of any type, or what shared memory takes to
+    give both operands, at 128 bytes a cycle."""
     each = max(columns / 2, (64 + columns) * 32 / 128)
-    seconds = 4 * rows / 64 * each * 1.03
+    cycles = 4 * rows / 64 * each * 1.03
     # A step's sums are added up by CUDA cores, each of which does 32 lanes of a warp in a cycle, while products wait.
-    return seconds + (rows * columns / 128 + 60 if promoted else 0)
+    return cycles + (rows * columns / 128 + 60 if promoted else 0)
 
 
 def moved_bytes(problem: Problem) -> float:

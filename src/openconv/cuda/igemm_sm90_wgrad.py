@@ -123,7 +123,7 @@ class Work(GroupWork):
         """Where the time goes, in cycles of a multiprocessor."""
         problem, tile = self.problem, self.tile
         columns = 64 * tile.boxes
-        products = tile.beside * product_cycles(tile.rows, columns // tile.beside, self.first) * tile.depth / 64
+        products = tile.beside * product_cycles(tile.rows, columns // tile.beside) * tile.depth / 64
         # Boxes behind the last do not come.
         asked = tile.rows // 64 + self.columns / self.column_tiles
         sums = 4.0 * tile.splits * prod(problem.w_shape) if self.parted else 0.0

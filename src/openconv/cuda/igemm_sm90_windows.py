@@ -208,7 +208,7 @@ class Work(ConvolutionWork):
         return Estimate(
             tiles=self.tiles, slots=device.threads * tile.residents, residents=tile.residents,
             steps=terms * self.chunks / tile.splits,
-            products=product_cycles(rows, columns, self.first, self.promoted) * self.slices / 4,
+            products=product_cycles(rows, columns, self.promoted) * self.slices / 4,
             brought=self.stage_bytes / FILLED, results=(500 + 0.06 * rows * columns * self.out / 2) * reads,
             bytes=moved_bytes(problem) + (8 * tile.splits * prod(problem.result_shape) if self.parted else 0),
         )  # fmt: skip
