@@ -29,6 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..prepared import forget
+
 __all__ = ["LARGE", "empty_cache", "kept_bytes", "large_tensor", "most_kept_bytes"]
 
 LARGE = 12 << 20  # bytes
@@ -103,11 +105,14 @@ def kept_bytes() -> int:
 
 
 def empty_cache() -> None:
-    """Give the memory of freed large CPU results, which openconv keeps for the next ones, back to the system.
+    """Give the memory of freed large CPU results, which openconv keeps for the next ones, back to the system, and
+    forget what was made of filters (:mod:`openconv.prepared`).
 
-    Needed only to make room at once: the system takes that memory by itself when it runs short.
+    Needed to make room at once, and where filters were changed in part past torch's versions, by ``w.data`` or through
+    an array that shares their memory.
     """
     _kept.clear()
+    forget()
 
 
 if hasattr(os, "register_at_fork"):

@@ -72,6 +72,7 @@ __all__ = [
     "fill",
     "fill_like",
     "fma",
+    "fma_rows",
     "horizontal_sum",
     "inline",
     "is_block",
@@ -634,6 +635,39 @@ def prefetch(typingctx, count, address):
         return context.get_dummy_value()
 
     return types.void(count, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def fma_rows(typingctx, block, rows, a, pitch, b):
+    """fma_rows(block, rows, a, pitch, b) -> block + the outer product of `rows` scalars and a row of vectors.
+
+    The block holds rows x n vectors, n behind each other for each row; scalar i lies at a + i * pitch, vector v at
+    b + v * LANE_BYTES.  One step of a matrix product that stays in registers: n + rows loads for n * rows
+    multiply-adds.  With a constant `pitch` all scalars are addressed from one register.
+
+    Blocks that run at the rate of the multiply-add units (two a cycle): 6 x 2, 4 x 3 of the 16 registers of AVX2,
+    14 x 2, 9 x 3 of the 32 of AVX-512; one row less costs 5%.
+    """
+    if not is_block(block) or not isinstance(rows, types.IntegerLiteral) or block.count % rows.literal_value:
+        return None
+    count = rows.literal_value
+
+    def codegen(context, builder, signature, args):
+        block_, _, a_, pitch_, b_ = args
+        sums = unpack(builder, block_)
+        across, kind = len(sums) // count, sums[0].type
+        vectors = [emit_load(builder, kind, emit_offset(builder, b_, v, LANE_BYTES)) for v in range(across)]
+        if isinstance(pitch, types.IntegerLiteral):
+            places = [emit_offset(builder, a_, i, pitch.literal_value) for i in range(count)]
+        else:
+            places = emit_rows(builder, a_, pitch_, count)
+        made = []
+        for i, place in enumerate(places):
+            scalar = emit_splat(builder, emit_load(builder, kind.element, place), kind.count)
+            made += [emit_fma(builder, scalar, vectors[v], sums[i * across + v]) for v in range(across)]
+        return pack(builder, made)
+
+    return block(block, rows, types.int64, pitch, types.int64), codegen
 
 
 def _emit_pick(builder: ir.IRBuilder, low: ir.Value, high: ir.Value, picks: list[int]) -> ir.Value:
