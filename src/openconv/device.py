@@ -18,7 +18,8 @@ class Device:
 
     ``kind`` is ``cpu`` or ``cuda``. ``flops`` is the f32 rate of a large matrix product over all ``threads``, and
     ``bandwidth`` the rate of a large copy, bytes read plus bytes written; both per second. ``lanes`` is the number of
-    f32 values in a vector register and ``cache_bytes`` the private cache of one core.
+    f32 values in a vector register and ``cache_bytes`` the private cache of one core. ``vector_flops`` is the f32 rate
+    of multiply-adds on registers over all threads, where a CPU's own kernels beat its matrix product.
     """
 
     kind: str
@@ -28,6 +29,7 @@ class Device:
     cache_bytes: int = 1 << 20
     flops: float = 100e9
     bandwidth: float = 20e9
+    vector_flops: float = 0.0
 
     @property
     def key(self) -> str:
@@ -36,6 +38,11 @@ class Device:
         words = re.sub(r"[(][^)]*[)]|@.*|\b(?:Processor|CPU)\b", " ", self.name).lower().split()
         model = " ".join([self.kind, *words])
         return f"{model}, {self.lanes} lanes, {self.threads} threads" if self.kind == "cpu" else model
+
+    @property
+    def vector_rate(self) -> float:
+        """f32 operations a second of multiply-adds on registers."""
+        return self.vector_flops or self.flops
 
     def rate(self, dtype: str) -> float:
         """Operations a second of a large matrix product in this dtype."""

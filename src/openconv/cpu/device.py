@@ -32,6 +32,7 @@ def cpu_device(threads: int) -> Device:
         cache_bytes=_l2_bytes(),
         flops=rate * threads,
         bandwidth=min(_CORE_BANDWIDTH * threads, _SOCKET_BANDWIDTH),
+        vector_flops=rate * 1.2 * threads,
     )
 
 

@@ -83,6 +83,7 @@ __all__ = [
     "load_clipped",
     "load_even",
     "load_like",
+    "load_rows",
     "load_scalar",
     "maximum",
     "minimum",
@@ -95,6 +96,7 @@ __all__ = [
     "store_block",
     "store_block_clipped",
     "store_clipped",
+    "store_rows",
     "store_scalar",
     "sub",
     "thread_index",
@@ -668,6 +670,42 @@ def fma_rows(typingctx, block, rows, a, pitch, b):
         return pack(builder, made)
 
     return block(block, rows, types.int64, pitch, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_rows(typingctx, dtype, rows, across, address, pitch):
+    """load_rows(T, rows, n, address, pitch) -> a block of rows x n vectors: n behind each other, rows a pitch apart."""
+    vector = vector_of(dtype)
+    if vector is None or not isinstance(rows, types.IntegerLiteral) or not isinstance(across, types.IntegerLiteral):
+        return None
+    count, width = rows.literal_value, across.literal_value
+    block = types.UniTuple(vector, count * width)
+
+    def codegen(context, builder, signature, args):
+        kind = context.get_value_type(vector)
+        places = emit_rows(builder, args[3], args[4], count)
+        each = [emit_offset(builder, place, v, LANE_BYTES) for place in places for v in range(width)]
+        return pack(builder, [emit_load(builder, kind, place) for place in each])
+
+    return block(dtype, rows, across, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
+def store_rows(typingctx, block, rows, address, pitch):
+    """store_rows(block, rows, address, pitch): what load_rows read, back to where it was."""
+    if not is_block(block) or not isinstance(rows, types.IntegerLiteral) or block.count % rows.literal_value:
+        return None
+    count = rows.literal_value
+
+    def codegen(context, builder, signature, args):
+        values = unpack(builder, args[0])
+        width = len(values) // count
+        for i, place in enumerate(emit_rows(builder, args[2], args[3], count)):
+            for v in range(width):
+                emit_store(builder, emit_offset(builder, place, v, LANE_BYTES), values[i * width + v])
+        return context.get_dummy_value()
+
+    return types.void(block, rows, types.int64, types.int64), codegen
 
 
 def _emit_pick(builder: ir.IRBuilder, low: ir.Value, high: ir.Value, picks: list[int]) -> ir.Value:

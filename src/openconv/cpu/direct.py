@@ -1,0 +1,383 @@
+"""cpu.direct: sums of outer products that stay in registers, over tiles of the image that stay in a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..device import Device
+from ..engine import Engine, Knobs, Runner, Traits
+from ..prepared import prepared
+from ..problem import DTYPE_BYTES, Problem
+from ..tensors import DTYPES
+from . import direct_kernels as kernels
+from .direct_plan import Cut, Geometry, geometry_of
+from .matrices import Region, float_refusals, sum_error
+from .runtime import launch
+
+__all__ = ["Direct", "Tile"]
+
+
+@dataclass(frozen=True)
+class Tile(Knobs):
+    """``rows`` scalars by ``across`` vectors are summed up in registers, over tiles of about ``pixels`` outputs;
+    ``read``: the image is read in "own" slots of each task, in slots that are "shared" by several, or in "place"."""
+
+    rows: int
+    across: int
+    pixels: int
+    read: str
+
+
+_MODES = ("own", "shared", "place")
+
+
+class Direct(Engine):
+    """The definition, blocked for registers and caches: no columns are written, no matrix product is called.
+
+        fprop   y[pixel, k]   = sum over c, taps of   x[pixel + tap, c] * w[tap, c, k]
+        dgrad   the same from dy to dx with the filters turned; a stride of s is s such sums along each axis, one for
+                each remainder of the position modulo s, with the taps that meet it
+        wgrad   dw[tap, c, k] = sum over pixels of    x[pixel + tap, c] * dy[pixel, k]
+
+    A block of 6 pixels by 16 channels (AVX2; 14 by 32 with AVX-512) stays in registers while all channels and taps pass
+    by: 8 loads for 12 multiply-adds, so that the multiply-add units set the pace. What a tile of some hundred pixels
+    needs of the image is copied once, padded, into the cache. Filters are put into the order of the loop, and kept so
+    from the second forward pass with the same ones on.
+
+    Wins nearly everywhere that there are 8 channels or more to be made, strided and dilated layers, few input channels
+    and groups among them. Loses to Winograd on dense 3x3 layers, to cpu.depthwise where every channel is by itself, and
+    to cpu.filter2d where a single channel is made.
+    """
+
+    name = "cpu.direct"
+    takes_bias = True
+
+    def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
+        yield from float_refusals(problem)
+
+    def traits(self, problem: Problem, knobs: Tile) -> Traits:
+        return Traits(problem.result_dtype, sum_error(problem))
+
+    def workspace_bytes(self, problem: Problem, device: Device, knobs: Tile) -> int:
+        cut = _cut(problem, device, knobs)
+        return sum(region.bytes for region in _regions(problem, cut))
+
+    def knobs(self, problem: Problem, device: Device) -> Iterable[Tile]:
+        return _knobs(problem, device)
+
+    def cost(self, problem: Problem, device: Device, knobs: Tile) -> float:
+        return _cost(problem, device, knobs)
+
+    def build(self, problem: Problem, device: Device, knobs: Tile) -> Runner:
+        cut = _cut(problem, device, knobs)
+        return _build_gradient(problem, cut) if problem.direction == "wgrad" else _build(problem, cut)
+
+
+def _type(problem: Problem) -> type:
+    return np.float32 if problem.result_dtype == "f32" else np.float64
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------
+
+
+def _most_rows(lanes: int, size: int) -> dict[int, int]:
+    """Rows of a block for each number of vectors across: what 16 registers hold (AVX2), or 32 (AVX-512)."""
+    return {1: 14, 2: 14, 3: 9, 4: 6} if lanes * size == 64 else {1: 10, 2: 6, 3: 4}
+
+
+def _cycles(rows: int, across: int) -> float:
+    """Of one step: two multiply-adds or loads a cycle, and a sum has to wait four for the one before."""
+    return max(rows * across / 2, (rows + across) / 2, 4.0)
+
+
+def _line_cycles(count: int, rows: int, across: int) -> float:
+    """Of a line of so many outputs, cut into blocks of ``rows`` and of one less."""
+    less = max(rows - 1, 1)
+    parts = -(-count // rows)
+    if count >= less * parts:
+        large = count - less * parts if rows > less else 0
+        return large * _cycles(rows, across) + (parts - large) * _cycles(less, across)
+    large, rest = divmod(count, rows)
+    few, ones = divmod(rest, less)
+    return large * _cycles(rows, across) + few * _cycles(less, across) + ones * _cycles(1, across)
+
+
+def _even(count: int, most: int) -> int:
+    """The largest part when a count is cut evenly into as few parts as possible of at most so many."""
+    return -(-count // -(-count // most))
+
+
+def _lanes(device: Device, size: int) -> int:
+    return device.lanes * 4 // size
+
+
+@lru_cache(1024)
+def _blocks(problem: Problem, device: Device) -> list[tuple[float, int, int]]:
+    """(cycles for all outputs of a row or line and all channels, rows, across), the quickest first."""
+    geometry = geometry_of(problem)
+    lanes, found = _lanes(device, geometry.size), []
+    line = geometry.columns if problem.direction != "wgrad" else _line(geometry)[1]
+    for across, most in _most_rows(lanes, geometry.size).items():
+        rows = _even(line, most) if line <= 64 * most else most
+        blocks = -(-geometry.o // (across * lanes))
+        found.append((blocks * _line_cycles(min(line, 64 * most), rows, across), rows, across))
+    return sorted(found, key=lambda each: (each[0], -each[2]))
+
+
+def _line(geometry: Geometry) -> tuple[str, int]:
+    """wgrad: what the rows of a block go along, and how many there are: channels, or taps where channels are few."""
+    S = geometry.filter[2]
+    (width,) = geometry.axes[2]
+    beside = all(b[1] - a[1] == 1 for a, b in zip(width.taps, width.taps[1:], strict=False))
+    if geometry.channels_last:
+        return ("taps", S * geometry.i) if beside and S > 1 and geometry.i < 16 and geometry.g == 1 else ("channels", geometry.i)
+    return ("taps", S) if geometry.i < S or (geometry.i < 4 and S > 1) else ("channels", geometry.i)
+
+
+@lru_cache(1024)
+def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
+    geometry = geometry_of(problem)
+    lanes = _lanes(device, geometry.size)
+    ways = ["place", "own"] if geometry.inside and geometry.channels_last else ["own"]
+    usual = 256 if lanes * geometry.size == 64 else 384
+    found = []
+    for _, rows, across in _blocks(problem, device):
+        for read in ways:
+            for pixels in (usual, usual // 2, usual // 8, usual * 2):
+                tile = Tile(rows, across, pixels, read)
+                if read == "own" and problem.direction != "wgrad":
+                    cut = _cut(problem, device, tile)
+                    if cut.ranges[0] > 1 and cut.tiles < 2 * device.threads:
+                        tile = Tile(rows, across, pixels, "shared")
+                if tile not in found:
+                    found.append(tile)
+    best = found[0]
+    least = Tile(best.rows, best.across, 1, "own")
+    return (*found, least) if least not in found else tuple(found)
+
+
+@lru_cache(1024)
+def _cut(problem: Problem, device: Device, knobs: Tile) -> Cut:
+    """Whole rows that make up the pixels wanted, then whole images, as far as their slot is half a cache at most; a
+    part of a row where one is too long."""
+    geometry = geometry_of(problem)
+    lanes, threads = _lanes(device, geometry.size), device.threads
+    mode = _MODES.index(knobs.read)
+    columns = geometry.columns
+    if columns > max(knobs.pixels, knobs.rows) * 5 // 4:
+        step = knobs.rows if problem.direction != "wgrad" else lanes
+        columns = -(-_even(columns, max(knobs.pixels, step)) // step) * step
+        columns = min(columns, geometry.columns)
+    room = max(device.cache_bytes // 2, 128 << 10)
+
+    def made(images: int, rows: int) -> Cut:
+        gradient = problem.direction == "wgrad"
+        return Cut(geometry, lanes, knobs.rows, knobs.across, images, rows, columns, mode, threads, gradient)
+
+    while columns > 2 * knobs.rows and columns > 16 and made(1, 1).slot_bytes > 2 * room and knobs.pixels > 1:
+        columns = max(-(-columns // 2 // knobs.rows) * knobs.rows, knobs.rows)
+    rows = images = 1
+    if columns == geometry.columns:
+        rows = max(1, min(geometry.rows, knobs.pixels // columns))
+        while rows > 1 and made(1, rows).slot_bytes > room:
+            rows -= 1
+        rows = _even(geometry.rows, rows)
+        if rows == geometry.rows and prod(len(axes) for axes in geometry.axes[:2]) == 1 and geometry.inputs[0] == 1:
+            images = max(1, min(geometry.n, knobs.pixels // (rows * columns)))
+            while images > 1 and made(images, rows).slot_bytes > room:
+                images -= 1
+            if problem.direction != "wgrad":
+                images = min(images, max(1, geometry.n // threads))
+    return made(images, rows)
+
+
+def _regions(problem: Problem, cut: Cut) -> tuple[Region, ...]:
+    """The parts of the workspace: filters (or sums of a wgrad) in order, bias, memory of the threads, slots."""
+    geometry, size = cut.geometry, cut.geometry.size
+    slots = Region(cut.tiles * cut.slot_bytes if cut.mode == 1 else 0, 1)
+    padded = geometry.g * cut.blocks * cut.across * cut.lanes
+    if problem.direction == "wgrad":
+        ordered = Region(prod(geometry.filter) * geometry.i * padded, size)
+        return ordered, Region(0, size), Region(cut.threads * cut.thread_bytes, 1), slots
+    bias = Region(0 if problem.epilogue.is_identity else padded, size)
+    return Region(cut.filter_elements, size), bias, Region(cut.threads * cut.thread_bytes, 1), slots
+
+
+def _cost(problem: Problem, device: Device, knobs: Tile) -> float:
+    """Predicted seconds."""
+    cut, geometry = _cut(problem, device, knobs), geometry_of(problem)
+    size, lanes = geometry.size, cut.lanes
+    cycle = 4 * lanes / (device.vector_rate * 4 / size / device.threads)
+    taps = prod(geometry.filter)
+    if problem.direction == "wgrad":
+        _, line = _line(geometry)
+        lines = geometry.i * taps / line
+        steps = lines * _line_cycles(line, knobs.rows, knobs.across) * prod(geometry.outputs) * geometry.n
+        copies = geometry.n * (geometry.i * prod(geometry.inputs) + geometry.o * prod(geometry.outputs)) * geometry.g
+        ordered = 2.0 * taps * geometry.i * geometry.o * geometry.g
+        passes = cut.tiles / geometry.g
+        ordered += 2.0 * passes * taps * geometry.i * geometry.o * geometry.g * 0.25
+        arithmetic = cycle * steps * cut.blocks * geometry.g
+    else:
+        rows = geometry.n * prod(geometry.outputs[:2])
+        phases = prod(len(axes) for axes in geometry.axes)
+        steps = _line_cycles(geometry.columns, knobs.rows, knobs.across) * len(geometry.axes[2]) * rows
+        arithmetic = cycle * steps * geometry.i * taps / phases * cut.blocks * geometry.g
+        fill = cut.slot_bytes / size * cut.tiles / max(cut.images, 1) * cut.images
+        copies = 2.0 * fill + 2.0 * geometry.n * geometry.o * geometry.g * prod(geometry.outputs)
+        ordered = 2.0 * cut.filter_elements
+    tasks = max(1, cut.tiles * cut.ranges[0])
+    balance = -(-tasks // device.threads) * device.threads / tasks if device.threads > 1 else 1.0
+    moved = (copies + ordered) * size / (device.bandwidth * 3)
+    memory = problem.min_bytes / device.bandwidth * 0.5
+    return 12e-6 + max(arithmetic / device.threads * balance * 1.04 + moved, memory)
+
+
+# -- fprop and dgrad ---------------------------------------------------------------------------------------------------
+
+
+def _build(problem: Problem, cut: Cut) -> Runner:
+    T, geometry, threads = _type(problem), cut.geometry, cut.threads
+    dtype, size = DTYPES[problem.result_dtype], cut.geometry.size
+    plan, tables = _plan(cut)
+    stride = geometry.axes[2][0].stride
+    constant = stride * size if not geometry.channels_last and stride <= 4 else 0
+    pitch = stride * cut.pixel * size
+    convolve = kernels.convolve_kernel(T, cut.block_rows, cut.across, constant, geometry.channels_last)
+    fill = kernels.pack_kernel(T, geometry.channels_last) if cut.mode == 1 else None
+    order, key = _order(problem, cut), (Direct.name, str(problem.with_(n=1, epilogue="")), str(cut))
+    regions, tasks = _regions(problem, cut), cut.tiles * cut.ranges[0]
+    padded = cut.blocks * cut.across * cut.lanes
+    nothing = torch.zeros(geometry.g * padded, dtype=dtype)
+    forward, few = problem.direction == "fprop", problem.macs < 20_000
+    team = 1 if few else threads
+
+    def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None) -> None:
+        ordered, biases, memory, slots = Region.split(workspace, regions, dtype)
+        if forward:
+            filters = prepared(b, key, lambda out: order(b, out, team), ordered)
+        else:
+            order(b, ordered, team)
+            filters = ordered
+        start = nothing
+        if bias is not None:
+            start = biases
+            biases.zero_()
+            biases.view(geometry.g, padded)[:, : geometry.o].copy_(bias.view(geometry.g, geometry.o))
+        if fill:
+            launch(fill, (cut.tiles, a.data_ptr(), slots.data_ptr(), plan.data_ptr()), team)
+        args = (tasks, a.data_ptr(), filters.data_ptr(), result.data_ptr(), start.data_ptr(), slots.data_ptr(),
+                memory.data_ptr(), plan.data_ptr(), pitch)  # fmt: skip
+        launch(convolve, args, team)
+        _ = tables  # they live as long as the call
+
+    return run
+
+
+def _plan(cut: Cut) -> tuple[Tensor, Tensor]:
+    """The plan and the offsets that it points to."""
+    tables: list[int] = []
+    cut.plan(0, tables)
+    offsets = torch.tensor(tables or [0], dtype=torch.int64)
+    return torch.tensor(cut.plan(offsets.data_ptr(), []), dtype=torch.int64), offsets
+
+
+def _order(problem: Problem, cut: Cut):  # type: ignore[no-untyped-def]
+    """What puts filters into the order of the loop: ``order(w, out, threads)``."""
+    T, geometry, size = _type(problem), cut.geometry, cut.geometry.size
+    taps, places = prod(geometry.filter), cut.filter_places()
+    I, O, blocks, tasks = geometry.i, geometry.o, cut.blocks, geometry.g * cut.blocks  # noqa: E741
+    last = problem.layouts[1] == "nhwc"
+    if problem.direction == "dgrad" and (last or taps == 1):
+        # w[k, tap, c]: the channels of dx lie side by side.
+        met = [(k, tap) for k in range(I) for tap in range(taps) if (k, tap) in places]
+        table = [v for k, tap in met for v in ((k * taps + tap) * O * size, *places[k, tap])]
+        rows, kept = kernels.filter_rows_kernel(T, cut.across), torch.tensor(table, dtype=torch.int64)
+
+        def order_rows(w: Tensor, out: Tensor, threads: int) -> None:
+            args = (tasks, w.data_ptr(), out.data_ptr(), blocks, O, len(met), I * O * taps * size, kept.data_ptr())
+            launch(rows, args, threads)
+
+        return order_rows
+    if problem.direction == "dgrad":
+        # w[k, c, tap]: a line for each k.
+        lines, terms, pitch, line_pitch = I, taps, taps * size, O * taps * size
+        order = [(k, tap) for k in range(I) for tap in range(taps)]
+    else:
+        # w[k, c, tap] or w[k, tap, c]
+        lines, terms, pitch, line_pitch = 1, I * taps, I * taps * size, 0
+        if last:
+            order = [(c, tap) for tap in range(taps) for c in range(I)]
+        else:
+            order = [(c, tap) for c in range(I) for tap in range(taps)]
+    group = O * I * taps * size
+    kept = torch.tensor([v for each in order for v in places.get(each, (-1, 0))], dtype=torch.int64)
+    squares = kernels.filter_kernel(T, cut.across)
+
+    def order_squares(w: Tensor, out: Tensor, threads: int) -> None:
+        args = (tasks, w.data_ptr(), out.data_ptr(), blocks, O, pitch, group, lines, line_pitch, terms, kept.data_ptr())
+        launch(squares, args, threads)
+
+    return order_squares
+
+
+# -- wgrad ----------------------------------------------------------------------------------------------------------------
+
+
+def _build_gradient(problem: Problem, cut: Cut) -> Runner:
+    T, geometry = _type(problem), cut.geometry
+    dtype, size, lanes = DTYPES[problem.result_dtype], cut.geometry.size, cut.lanes
+    taps, I, O, last = prod(geometry.filter), geometry.i, geometry.o, geometry.channels_last  # noqa: E741
+    T_, R, S = geometry.filter
+    plan, tables = _plan(cut)
+    (depth,), (height,), (width,) = geometry.axes
+    _, channel, _, _ = cut.pitches(depth, height)
+    along, count = _line(geometry)
+    # Offsets of (channel, tap) in a slot, in the order of `offsets`.
+    offsets = cut.offsets(depth, height, width)
+    at = {(c, tap): offsets[tap * I + c if last else c * taps + tap] for c in range(I) for tap in range(taps)}
+    if along == "channels":
+        pitch, constant = channel * size, size if last else 0
+        lines = [[(c, tap) for c in range(I)] for tap in range(taps)]
+    elif last:
+        pitch, constant = size, size
+        lines = [[(c, line * S + s) for s in range(S) for c in range(I)] for line in range(T_ * R)]
+    else:
+        pitch = (width.taps[1][1] - width.taps[0][1]) * size
+        constant = pitch if pitch <= 4 * size else 0
+        lines = [[(c, line * S + s) for s in range(S)] for c in range(I) for line in range(T_ * R)]
+    if along == "taps" and last and cut.pixel != I:
+        raise AssertionError("slots of few channels have no gaps")
+    places = torch.tensor([at[line[0]] for line in lines], dtype=torch.int64)
+    row_of = {each: n for n, each in enumerate(each for line in lines for each in line)}
+    order = [(c, tap) for tap in range(taps) for c in range(I)] if problem.layouts[1] == "nhwc" else [
+        (c, tap) for c in range(I) for tap in range(taps)]  # fmt: skip
+    stored = torch.tensor([row_of[each] * cut.vector_bytes for each in order] + [0] * lanes, dtype=torch.int64)
+    pixels = torch.tensor(cut.pixel_offsets(), dtype=torch.int64)
+    gradient = kernels.gradient_kernel(T, cut.block_rows, cut.across, constant, last)
+    store = kernels.gradient_store_kernel(T, cut.across)
+    regions = _regions(problem, cut)
+    nothing = torch.zeros(cut.across * lanes, dtype=dtype)
+    ranges, team = cut.ranges[0], 1 if problem.macs < 20_000 else cut.threads
+    line_ranges = min(len(lines), max(1, -(-4 * cut.threads // (geometry.g * ranges)))) if cut.threads > 1 else 1
+    range_lines = -(-len(lines) // line_ranges)
+    line_ranges = -(-len(lines) // range_lines)
+
+    def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None) -> None:
+        sums, _, memory, _ = Region.split(workspace, regions, dtype)
+        args = (geometry.g * ranges * line_ranges, a.data_ptr(), b.data_ptr(), sums.data_ptr(), memory.data_ptr(),
+                plan.data_ptr(), pitch, pixels.data_ptr(), len(lines), count, places.data_ptr(), line_ranges,
+                range_lines, nothing.data_ptr())  # fmt: skip
+        launch(gradient, args, team)
+        numbers = (geometry.g * cut.blocks, sums.data_ptr(), result.data_ptr(), cut.blocks, O, I * taps)
+        launch(store, (*numbers, stored.data_ptr()), team)
+        _ = tables
+
+    return run

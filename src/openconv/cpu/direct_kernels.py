@@ -1,0 +1,701 @@
+"""The kernels of cpu.direct: one inner loop, and what lays tensors out around it.
+
+All three passes are sums of outer products of scalars and vectors that stay in registers (`simd.fma_rows`):
+
+    fprop, dgrad    rows: neighbouring pixels of a row     vectors: channels of the result    sum over channels and taps
+    wgrad           rows: channels of x, or taps           vectors: channels of dy            sum over pixels
+
+The scalars are read where they are: a table holds the distance of each term from the first, so that taps, dilation,
+channels and axes are one loop. The vectors come from filters, or from a tile of dy, in just the order of that loop.
+
+Images are cut into tiles of some hundred pixels. The part of the image that a tile needs is copied into a slot, with
+zeros for the padding, so that no term needs a question; slots stay in the second-level cache, and a chunk of the
+filters in the first while all pixels of the tile pass by. Sums wait in `sums` between chunks, and are laid out as the
+result wants them at the end: rows of vectors in nhwc, squares that are transposed in nchw.
+
+A plan is a table of int64 (`direct_plan.py` fills it): a head of `HEAD` words, then `PHASE` words for each phase of rows,
+then `COLUMN` words for each of its phases of columns. fprop has one of each; a dgrad of stride s has s along each axis,
+one for each remainder of a position in dx modulo s, with the taps that meet it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from .runtime import Kernel, kernel
+from .simd import (
+    argument,
+    block_of,
+    emit_load,
+    emit_offset,
+    emit_store,
+    fill,
+    fma_rows,
+    inline,
+    is_block,
+    lanes,
+    load,
+    load_block,
+    load_block_clipped,
+    load_clipped,
+    load_rows,
+    load_scalar,
+    next_tile,
+    pack,
+    store,
+    store_block,
+    store_block_clipped,
+    store_clipped,
+    store_rows,
+    thread_index,
+    transpose,
+    unpack,
+    zero,
+)
+
+__all__ = [
+    "COLUMN",
+    "HEAD",
+    "PHASE",
+    "Column",
+    "Head",
+    "Phase",
+    "convolve_kernel",
+    "filter_kernel",
+    "filter_rows_kernel",
+    "gradient_kernel",
+    "gradient_store_kernel",
+    "pack_kernel",
+]
+
+
+class Head:
+    """Words of the head. Sizes: I, O of channels of a group in the input and the result; D H W of the input; OD OH OW
+    of the result. A tile has IMAGES images, ROWS rows and COLUMNS columns, counted in outputs of a phase."""
+
+    N, G, I, O = 0, 1, 2, 3  # noqa: E741
+    D, H, W = 4, 5, 6
+    OD, OH, OW = 7, 8, 9
+    IMAGES, ROWS, COLUMNS = 10, 11, 12
+    IMAGE_TILES, PHASES, DEPTHS, ROW_TILES, COLUMN_TILES = 13, 14, 15, 16, 17
+    RANGES, BLOCKS, RANGE_BLOCKS = 18, 19, 20  # of the result's channels: parts of the work, blocks in all and of each
+    COLUMN_PHASES, STEP = 21, 22
+    FIRST, STRIDE, WIDTH = 23, 24, 25  # of a slot's row: its first column in x, columns an output, columns in all
+    PIXEL, ROW_PIXELS = 26, 27  # elements of a pixel in nhwc; results of a row of a tile
+    CHUNK = 28
+    SLOT, SUMS, THREAD = 29, 30, 31  # bytes: of a slot, of sums, of all that a thread has
+    MODE = 32  # 0: a task fills its slot; 1: slots are filled beforehand; 2: the image itself is read
+    BIG, BLOCKS_ACROSS = 33, 34
+
+
+class Phase:
+    """Words of a phase of rows."""
+
+    D_START, D_STEP, D_COUNT, D_STRIDE, TAPS = 0, 1, 2, 3, 4
+    H_START, H_STEP, H_COUNT, H_FIRST, H_SOURCE, H_SLOT, H_SPAN = 5, 6, 7, 8, 9, 10, 11
+    IMAGE, CHANNEL, TAP, ROW = 12, 13, 14, 15  # elements between these in a slot
+    DEPTH_OFFSETS, COLUMNS = 16, 17  # places in the plan
+
+
+class Column:
+    """Words of a phase of columns."""
+
+    START, COUNT, TERMS, OFFSETS, FILTERS = 0, 1, 2, 3, 4
+
+
+HEAD, PHASE, COLUMN = 36, 18, 5
+
+# Numba reads class attributes of a frozen object, not of these: what kernels use are numbers of this module.
+_N, _G, _I, _O = Head.N, Head.G, Head.I, Head.O
+_D, _H, _W = Head.D, Head.H, Head.W
+_OD, _OH, _OW = Head.OD, Head.OH, Head.OW
+_IMAGES, _ROWS, _COLUMNS = Head.IMAGES, Head.ROWS, Head.COLUMNS
+_IMAGE_TILES, _PHASES, _DEPTHS = Head.IMAGE_TILES, Head.PHASES, Head.DEPTHS
+_ROW_TILES, _COLUMN_TILES = Head.ROW_TILES, Head.COLUMN_TILES
+_RANGES, _BLOCKS, _RANGE_BLOCKS = Head.RANGES, Head.BLOCKS, Head.RANGE_BLOCKS
+_COLUMN_PHASES, _STEP = Head.COLUMN_PHASES, Head.STEP
+_FIRST, _STRIDE, _WIDTH, _PIXEL, _ROW_PIXELS = Head.FIRST, Head.STRIDE, Head.WIDTH, Head.PIXEL, Head.ROW_PIXELS
+_CHUNK, _SLOT, _SUMS, _THREAD, _MODE = Head.CHUNK, Head.SLOT, Head.SUMS, Head.THREAD, Head.MODE
+_BIG, _BLOCKS_ACROSS = Head.BIG, Head.BLOCKS_ACROSS
+_D_START, _D_STEP, _D_COUNT, _D_STRIDE, _TAPS = Phase.D_START, Phase.D_STEP, Phase.D_COUNT, Phase.D_STRIDE, Phase.TAPS
+_H_START, _H_STEP, _H_COUNT, _H_FIRST = Phase.H_START, Phase.H_STEP, Phase.H_COUNT, Phase.H_FIRST
+_H_SOURCE, _H_SLOT, _H_SPAN = Phase.H_SOURCE, Phase.H_SLOT, Phase.H_SPAN
+_IMAGE, _CHANNEL, _TAP, _ROW = Phase.IMAGE, Phase.CHANNEL, Phase.TAP, Phase.ROW
+_DEPTH_OFFSETS, _COLUMN_PLACE = Phase.DEPTH_OFFSETS, Phase.COLUMNS
+_C_START, _C_COUNT, _C_TERMS, _C_OFFSETS, _C_FILTERS = (
+    Column.START,
+    Column.COUNT,
+    Column.TERMS,
+    Column.OFFSETS,
+    Column.FILTERS,
+)
+
+
+# ---- rows of vectors at places that a table gives ---------------------------------------------------------------
+
+
+@intrinsic(prefer_literal=True)
+def load_table(typingctx, dtype, count, base, table):
+    """load_table(T, n, base, table) -> tuple: vector i lies at base + table[i], of int64 numbers."""
+    block = block_of(dtype, count)
+    if block is None:
+        return None
+
+    def codegen(context, builder, signature, args):
+        kind, word = context.get_value_type(block.dtype), ir.IntType(64)
+        made = []
+        for i in range(block.count):
+            distance = emit_load(builder, word, emit_offset(builder, args[3], i, 8))
+            made.append(emit_load(builder, kind, builder.add(args[2], distance)))
+        return pack(builder, made)
+
+    return block(dtype, count, types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_table(typingctx, block, base, table, scale, count):
+    """store_table(block, base, table, scale, count): vector i < count goes to base + table[2i] + scale * table[2i + 1],
+    where table[2i] is not negative."""
+    if not is_block(block):
+        return None
+
+    def codegen(context, builder, signature, args):
+        block_, base_, table_, scale_, count_ = args
+        word = ir.IntType(64)
+        none = ir.Constant(word, 0)
+        for i, value in enumerate(unpack(builder, block_)):
+            wanted = builder.icmp_signed("<", ir.Constant(word, i), count_)
+            with builder.if_then(wanted):
+                distance = emit_load(builder, word, emit_offset(builder, table_, 2 * i, 8))
+                pitch = emit_load(builder, word, emit_offset(builder, table_, 2 * i + 1, 8))
+                with builder.if_then(builder.icmp_signed(">=", distance, none)):
+                    place = builder.add(base_, builder.add(distance, builder.mul(scale_, pitch)))
+                    emit_store(builder, place, value)
+        return context.get_dummy_value()
+
+    return types.void(block, *[types.int64] * 4), codegen
+
+
+# ---- the inner loop -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int) -> Any:
+    """sums[ROWS x ACROSS vectors] = start + sum over terms of scalars * vectors. PITCH is the distance of the scalars
+    where it is known beforehand, else 0."""
+    STEP = ACROSS * lanes(T) * np.dtype(T).itemsize
+
+    if PITCH:
+
+        @inline
+        def block_of_sums(start, start_pitch, sums, sums_pitch, a, pitch, offsets, terms, b):
+            acc = load_rows(T, ROWS, ACROSS, start, start_pitch)
+            for term in range(terms):
+                acc = fma_rows(acc, ROWS, a + load_scalar(np.int64, offsets + 8 * term), PITCH, b + term * STEP)
+            store_rows(acc, ROWS, sums, sums_pitch)
+    else:
+
+        @inline
+        def block_of_sums(start, start_pitch, sums, sums_pitch, a, pitch, offsets, terms, b):
+            acc = load_rows(T, ROWS, ACROSS, start, start_pitch)
+            for term in range(terms):
+                acc = fma_rows(acc, ROWS, a + load_scalar(np.int64, offsets + 8 * term), pitch, b + term * STEP)
+            store_rows(acc, ROWS, sums, sums_pitch)
+
+    return block_of_sums
+
+
+@inline
+def _cut(count, ROWS, LESS):
+    """How many blocks of ROWS, of LESS = ROWS - 1, and of one make up a line: no ones where it comes out even."""
+    parts = (count + ROWS - 1) // ROWS
+    if count >= LESS * parts:
+        large = count - LESS * parts if ROWS > LESS else 0
+        return large, parts - large, 0
+    large = count // ROWS
+    rest = count - large * ROWS
+    less = rest // LESS
+    return large, less, rest - less * LESS
+
+
+# ---- tiles and slots -----------------------------------------------------------------------------------------------
+
+
+@inline
+def _word(plan, index):
+    return load_scalar(np.int64, plan + 8 * index)
+
+
+@inline
+def _tile(plan, tile):
+    """(first image, images, group, phase, depth, first row, rows, first column, columns) of a tile; no rows or columns
+    where a phase has fewer of them than the first."""
+    column = tile % _word(plan, _COLUMN_TILES) * _word(plan, _COLUMNS)
+    tile = tile // _word(plan, _COLUMN_TILES)
+    row = tile % _word(plan, _ROW_TILES) * _word(plan, _ROWS)
+    tile = tile // _word(plan, _ROW_TILES)
+    depth = tile % _word(plan, _DEPTHS)
+    tile = tile // _word(plan, _DEPTHS)
+    phase = plan + 8 * (HEAD + PHASE * (tile % _word(plan, _PHASES)))
+    tile = tile // _word(plan, _PHASES)
+    group = tile % _word(plan, _G)
+    image = tile // _word(plan, _G) * _word(plan, _IMAGES)
+    images = min(_word(plan, _IMAGES), _word(plan, _N) - image)
+    rows = min(_word(plan, _ROWS), _word(phase, _H_COUNT) - row)
+    if depth >= _word(phase, _D_COUNT):
+        rows = 0
+    columns = min(_word(plan, _COLUMNS), _word(plan + 8 * _word(phase, _COLUMN_PLACE), _C_COUNT) - column)
+    return image, images, group, phase, depth, row, rows, column, columns
+
+
+@functools.cache
+def _filler(T: type, CHANNELS_LAST: bool) -> Any:
+    """What copies the part of x that a tile needs into its slot, zeros around it. Vectors may end beyond a row, whose
+    neighbour is written next; behind the last there is room for one."""
+    L, SIZE = lanes(T), np.dtype(T).itemsize
+
+    @inline
+    def fill_slot(plan, phase, x, slot, image, images, group, depth, row, rows, column):
+        D, H, W, I = _word(plan, _D), _word(plan, _H), _word(plan, _W), _word(plan, _I)  # noqa: E741
+        G, width, pixel = _word(plan, _G), _word(plan, _WIDTH), _word(plan, _PIXEL)
+        taps, source = _word(phase, _TAPS), _word(phase, _H_SOURCE)
+        first_h = row * source * _word(phase, _H_SLOT) + _word(phase, _H_FIRST)
+        first_w = column * _word(plan, _STRIDE) + _word(plan, _FIRST)
+        slot_rows = (rows - 1) * _word(phase, _H_SLOT) + _word(phase, _H_SPAN) + 1
+        inside_to = min(width, W - first_w)
+        channels = 1 if CHANNELS_LAST else I
+        for b in range(images):
+            for c in range(channels):
+                for t in range(taps):
+                    d = depth * _word(phase, _D_STRIDE) + _word(plan, _word(phase, _DEPTH_OFFSETS) + t)
+                    for r in range(slot_rows):
+                        h = first_h + r * source
+                        target = b * _word(phase, _IMAGE) + c * _word(phase, _CHANNEL)
+                        target = slot + (target + t * _word(phase, _TAP) + r * _word(phase, _ROW)) * SIZE
+                        there = d >= 0 and d < D and h >= 0 and h < H
+                        if not CHANNELS_LAST:
+                            if there:
+                                line = x + ((((image + b) * G + group) * I + c) * D + d) * H * W * SIZE + h * W * SIZE
+                                v = 0
+                                while v < width:
+                                    w = first_w + v
+                                    if w >= 0 and w + L <= W:
+                                        store(target + v * SIZE, load(T, line + w * SIZE))
+                                    else:
+                                        store(target + v * SIZE, load_clipped(T, line, w, W))
+                                    v += L
+                            else:
+                                v = 0
+                                while v < width:
+                                    store(target + v * SIZE, zero(T))
+                                    v += L
+                        else:
+                            line = x + (((image + b) * D + d) * H + h) * W * G * I * SIZE + group * I * SIZE
+                            for q in range(width):
+                                place = target + q * pixel * SIZE
+                                w = first_w + q
+                                if there and w >= 0 and q < inside_to:
+                                    from_ = line + w * G * I * SIZE
+                                    v = 0
+                                    while v + L <= I:
+                                        store(place + v * SIZE, load(T, from_ + v * SIZE))
+                                        v += L
+                                    if v < I:
+                                        store(place + v * SIZE, load_clipped(T, from_, v, I))
+                                else:
+                                    v = 0
+                                    while v < I:
+                                        store(place + v * SIZE, zero(T))
+                                        v += L
+
+    return fill_slot
+
+
+@functools.cache
+def pack_kernel(T: type, CHANNELS_LAST: bool) -> Kernel:
+    """Fill all slots beforehand, for problems with fewer tiles than threads. Arguments: tiles, x, slots, plan."""
+    fill_slot = _filler(T, CHANNELS_LAST)
+
+    @kernel
+    def pack_slots(block):
+        tiles, x, slots, plan = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
+        tile = next_tile(block)
+        while tile < tiles:
+            image, images, group, phase, depth, row, rows, column, columns = _tile(plan, tile)
+            if rows > 0 and columns > 0:
+                slot = slots + tile * _word(plan, _SLOT)
+                fill_slot(plan, phase, x, slot, image, images, group, depth, row, rows, column)
+            tile = next_tile(block)
+
+    return pack_slots
+
+
+# ---- fprop and dgrad -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _writer(T: type, ACROSS: int, CHANNELS_LAST: bool) -> Any:
+    """What brings a tile's sums of one block of channels to where the result has them."""
+    L, SIZE = lanes(T), np.dtype(T).itemsize
+    PITCH = ACROSS * L * SIZE  # of the sums of neighbouring pixels
+
+    @inline
+    def write(plan, phase, sums, y, image, images, group, k, depth, row, rows, column, columns):
+        G, O = _word(plan, _G), _word(plan, _O)  # noqa: E741
+        OD, OH, OW = _word(plan, _OD), _word(plan, _OH), _word(plan, _OW)
+        step, line = _word(plan, _STEP), _word(plan, _ROW_PIXELS)
+        d = _word(phase, _D_START) + depth * _word(phase, _D_STEP)
+        h_step, first = _word(phase, _H_STEP), column * step
+        count = min(columns * step, OW - first)
+        whole = h_step == 1 and _word(plan, _COLUMN_TILES) == 1
+        lines, run = (1, rows * OW) if whole else (rows, count)
+        for b in range(images):
+            for r in range(lines):
+                h = _word(phase, _H_START) + (row + r) * h_step
+                source = sums + (b * _word(plan, _ROWS) + r) * line * PITCH
+                if CHANNELS_LAST:
+                    target = y + (((((image + b) * OD + d) * OH + h) * OW + first) * G + group) * O * SIZE + k * SIZE
+                    for q in range(run):
+                        place, from_ = target + q * G * O * SIZE, source + q * PITCH
+                        for v in range(ACROSS):
+                            if k + (v + 1) * L <= O:
+                                store(place + v * L * SIZE, load(T, from_ + v * L * SIZE))
+                            elif k + v * L < O:
+                                store_clipped(place + v * L * SIZE, 0, O - k - v * L, load(T, from_ + v * L * SIZE))
+                else:
+                    target = y + (((((image + b) * G + group) * O + k) * OD + d) * OH + h) * OW * SIZE + first * SIZE
+                    plane = OD * OH * OW * SIZE
+                    for v in range(ACROSS):
+                        channels = min(O - k - v * L, L)
+                        if channels > 0:
+                            q = 0
+                            while q < run:
+                                square = load_block(T, L, source + q * PITCH + v * L * SIZE, PITCH)
+                                place = target + v * L * plane + q * SIZE
+                                if channels == L and q + L <= run:
+                                    store_block(transpose(square), place, plane)
+                                else:
+                                    store_block_clipped(transpose(square), place, plane, channels, min(run - q, L))
+                                q += L
+
+    return write
+
+
+@functools.cache
+def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool) -> Kernel:
+    """fprop and dgrad. Arguments: tasks, x, filters, y, bias, slots or 0, memory of the threads, plan, pitch.
+
+    A task is a tile and a range of the result's channels. Rows of a tile are cut into blocks of ROWS pixels, and of one
+    pixel less where that makes them come out even.
+    """
+    L, SIZE = lanes(T), np.dtype(T).itemsize
+    VECTOR = ACROSS * L * SIZE
+    LESS = max(ROWS - 1, 1)
+    big, small = _block_of_sums(T, ROWS, ACROSS, PITCH), _block_of_sums(T, LESS, ACROSS, PITCH)
+    one = _block_of_sums(T, 1, ACROSS, PITCH)
+    fill_slot, write = _filler(T, CHANNELS_LAST), _writer(T, ACROSS, CHANNELS_LAST)
+
+    @kernel
+    def convolve(block):
+        tasks, x, filters, y, bias = (
+            argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3), argument(block, 4),
+        )  # fmt: skip
+        slots, memory, plan, pitch = argument(block, 5), argument(block, 6), argument(block, 7), argument(block, 8)
+        mine = memory + thread_index(block) * _word(plan, _THREAD)
+        sums, slot = mine, mine + _word(plan, _SUMS)
+        ranges, range_blocks, blocks = _word(plan, _RANGES), _word(plan, _RANGE_BLOCKS), _word(plan, _BLOCKS)
+        mode, chunk, line = _word(plan, _MODE), _word(plan, _CHUNK), _word(plan, _ROW_PIXELS)
+        step, G, tile_rows = _word(plan, _STEP), _word(plan, _G), _word(plan, _ROWS)
+        stride, pixel = _word(plan, _STRIDE), _word(plan, _PIXEL)
+        filled = -1
+        task = next_tile(block)
+        while task < tasks:
+            tile = task // ranges
+            first_block = task % ranges * range_blocks
+            end_block = min(first_block + range_blocks, blocks)
+            image, images, group, phase, depth, row, rows, column, columns = _tile(plan, tile)
+            if rows > 0 and columns > 0:
+                if mode == 0 and filled != tile:
+                    fill_slot(plan, phase, x, slot, image, images, group, depth, row, rows, column)
+                    filled = tile
+                elif mode == 1:
+                    slot = slots + tile * _word(plan, _SLOT)
+                elif mode == 2:
+                    place = image * _word(phase, _IMAGE) + group * _word(plan, _I) * _word(phase, _CHANNEL)
+                    place += depth * _word(phase, _D_STRIDE) * _word(phase, _TAP)
+                    place += row * _word(phase, _H_SLOT) * _word(phase, _ROW)
+                    slot = x + (place + column * stride * pixel) * SIZE
+                for at in range(first_block, end_block):
+                    for c in range(_word(plan, _COLUMN_PHASES)):
+                        those = plan + 8 * (_word(phase, _COLUMN_PLACE) + COLUMN * c)
+                        terms, offsets = _word(those, _C_TERMS), _word(those, _C_OFFSETS)
+                        outputs = min(columns, _word(those, _C_COUNT) - column)
+                        vectors = filters + _word(those, _C_FILTERS) + (group * blocks + at) * terms * VECTOR
+                        large, less, ones = _cut(outputs, ROWS, LESS)
+                        first = 0
+                        while first == 0 or first < terms:
+                            some = min(chunk, terms - first)
+                            for b in range(images):
+                                for r in range(rows):
+                                    place = slot + (b * _word(phase, _IMAGE)) * SIZE
+                                    place += r * _word(phase, _H_SLOT) * _word(phase, _ROW) * SIZE
+                                    target = sums + ((b * tile_rows + r) * line + _word(those, _C_START)) * VECTOR
+                                    q = 0
+                                    for part in range(large + less + ones):
+                                        a = place + q * stride * pixel * SIZE
+                                        to = target + q * step * VECTOR
+                                        start, start_pitch = to, step * VECTOR
+                                        if first == 0:
+                                            start, start_pitch = bias + (group * blocks + at) * VECTOR, 0
+                                        table, those_ = offsets + 8 * first, vectors + first * VECTOR
+                                        if part < large:
+                                            big(start, start_pitch, to, step * VECTOR, a, pitch, table, some, those_)
+                                            q += ROWS
+                                        elif part < large + less:
+                                            small(start, start_pitch, to, step * VECTOR, a, pitch, table, some, those_)
+                                            q += LESS
+                                        else:
+                                            one(start, start_pitch, to, step * VECTOR, a, pitch, table, some, those_)
+                                            q += 1
+                            first += chunk
+                    write(plan, phase, sums, y, image, images, group, at * ACROSS * L, depth, row, rows, column, columns)
+            task = next_tile(block)
+
+    return convolve
+
+
+# ---- filters in the order of the loop ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def filter_kernel(T: type, ACROSS: int) -> Kernel:
+    """Filters whose terms lie side by side for each channel of the result: squares are transposed.
+
+    Arguments: tasks, w, filters, blocks of a group, channels of the result in a group, bytes from one of them to the
+    next, from a group to the next, lines for each of them, bytes from a line to the next, terms of a line, table. The
+    table has for each term of each line its place in the filters and the distance of the blocks there, or -1.
+    """
+    L, SIZE = lanes(T), np.dtype(T).itemsize
+
+    @kernel
+    def order_filters(block):
+        tasks, w, filters, blocks = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
+        channels, pitch, group_pitch = argument(block, 4), argument(block, 5), argument(block, 6)
+        lines, line_pitch, terms, table = argument(block, 7), argument(block, 8), argument(block, 9), argument(block, 10)
+        task = next_tile(block)
+        while task < tasks:
+            group, at = task // blocks, task % blocks
+            for v in range(ACROSS):
+                k = (at * ACROSS + v) * L
+                rows = min(channels - k, L)
+                base = filters + v * L * SIZE
+                source = w + group * group_pitch + k * pitch
+                for line in range(lines):
+                    term = 0
+                    while term < terms:
+                        place, some = source + line * line_pitch + term * SIZE, min(terms - term, L)
+                        here = table + 16 * (line * terms + term)
+                        if rows == L and some == L:
+                            store_table(transpose(load_block(T, L, place, pitch)), base, here, task, some)
+                        elif rows > 0:
+                            square = load_block_clipped(T, L, place, pitch, rows, some)
+                            store_table(transpose(square), base, here, task, some)
+                        else:
+                            store_table(fill(L, zero(T)), base, here, task, some)
+                        term += L
+            task = next_tile(block)
+
+    return order_filters
+
+
+@functools.cache
+def filter_rows_kernel(T: type, ACROSS: int) -> Kernel:
+    """Filters whose channels of the result lie side by side: vectors are copied.
+
+    Arguments: tasks, w, filters, blocks of a group, channels of the result in a group, terms, bytes from a group to the
+    next, table. The table has for each term its place in w, its place in the filters and the distance of the blocks
+    there.
+    """
+    L, SIZE = lanes(T), np.dtype(T).itemsize
+
+    @kernel
+    def order_filter_rows(block):
+        tasks, w, filters, blocks = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
+        channels, terms, group_pitch, table = (
+            argument(block, 4), argument(block, 5), argument(block, 6), argument(block, 7),
+        )  # fmt: skip
+        task = next_tile(block)
+        while task < tasks:
+            group, at = task // blocks, task % blocks
+            source = w + group * group_pitch
+            for term in range(terms):
+                here = table + 24 * term
+                target = filters + _word(here, 1) + task * _word(here, 2)
+                for v in range(ACROSS):
+                    k = (at * ACROSS + v) * L
+                    row = source + _word(here, 0)
+                    if k + L <= channels:
+                        store(target + v * L * SIZE, load(T, row + k * SIZE))
+                    else:
+                        store(target + v * L * SIZE, load_clipped(T, row, k, channels))
+            task = next_tile(block)
+
+    return order_filter_rows
+
+
+# ---- wgrad ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool) -> Kernel:
+    """wgrad into ordered sums. Arguments: tasks, x, dy, sums, memory of the threads, plan, pitch, offsets of the pixels,
+    lines, rows of a line, offsets of the lines, ranges of lines, lines of a range.
+
+    A line is a run of rows whose scalars lie a pitch apart: the channels of x under one tap, or taps. A task owns the
+    lines of a range and the blocks of a range of dy's channels in one group, and goes over all tiles in order, so that
+    every sum has one order.
+    """
+    L, SIZE = lanes(T), np.dtype(T).itemsize
+    VECTOR = ACROSS * L * SIZE
+    LESS = max(ROWS - 1, 1)
+    big, small = _block_of_sums(T, ROWS, ACROSS, PITCH), _block_of_sums(T, LESS, ACROSS, PITCH)
+    one = _block_of_sums(T, 1, ACROSS, PITCH)
+    fill_slot = _filler(T, CHANNELS_LAST)
+
+    @inline
+    def gather(plan, dy, target, image, images, group, k, depth, row, rows, column, columns):
+        """A tile of dy, pixel by pixel."""
+        G, O = _word(plan, _G), _word(plan, _O)  # noqa: E741
+        OD, OH, OW = _word(plan, _OD), _word(plan, _OH), _word(plan, _OW)
+        run = rows * columns  # one run: either whole rows, or a part of one
+        for b in range(images):
+            to = target + b * run * VECTOR
+            if CHANNELS_LAST:
+                place = (((image + b) * OD + depth) * OH + row) * OW + column
+                place = dy + (place * G + group) * O * SIZE
+                for q in range(run):
+                    source = place + q * G * O * SIZE
+                    for v in range(ACROSS):
+                        first = k + v * L
+                        if first + L <= O:
+                            store(to + q * VECTOR + v * L * SIZE, load(T, source + first * SIZE))
+                        else:
+                            store(to + q * VECTOR + v * L * SIZE, load_clipped(T, source, first, max(O, 0)))
+            else:
+                plane = OD * OH * OW * SIZE
+                place = ((((image + b) * G + group) * O + k) * OD + depth) * OH + row
+                place = dy + (place * OW + column) * SIZE
+                for v in range(ACROSS):
+                    channels = min(O - k - v * L, L)
+                    q = 0
+                    while q < run:
+                        source, here = place + v * L * plane + q * SIZE, to + q * VECTOR + v * L * SIZE
+                        if channels == L and q + L <= run:
+                            store_block(transpose(load_block(T, L, source, plane)), here, VECTOR)
+                        elif channels > 0:
+                            square = load_block_clipped(T, L, source, plane, channels, min(run - q, L))
+                            store_block(transpose(square), here, VECTOR)
+                        else:
+                            store_block(fill(L, zero(T)), here, VECTOR)
+                        q += L
+
+    @kernel
+    def gradient(block):
+        tasks, x, dy, sums = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
+        memory, plan, pitch, offsets = argument(block, 4), argument(block, 5), argument(block, 6), argument(block, 7)
+        lines, line_rows, places = argument(block, 8), argument(block, 9), argument(block, 10)
+        line_ranges, range_lines, nothing = argument(block, 11), argument(block, 12), argument(block, 13)
+        mine = memory + thread_index(block) * _word(plan, _THREAD)
+        vectors, own = mine, mine + _word(plan, _SUMS)
+        ranges, range_blocks, blocks = _word(plan, _RANGES), _word(plan, _RANGE_BLOCKS), _word(plan, _BLOCKS)
+        mode, G = _word(plan, _MODE), _word(plan, _G)
+        image_tiles, inner = _word(plan, _IMAGE_TILES), _word(plan, _DEPTHS)
+        inner *= _word(plan, _ROW_TILES) * _word(plan, _COLUMN_TILES)
+        task = next_tile(block)
+        while task < tasks:
+            some = task % line_ranges
+            rest = task // line_ranges
+            group = rest // ranges
+            first_block = rest % ranges * range_blocks
+            end_block = min(first_block + range_blocks, blocks)
+            first_line = some * range_lines
+            end_line = min(first_line + range_lines, lines)
+            for outer in range(image_tiles):
+                for within in range(inner):
+                    tile = (outer * G + group) * inner + within
+                    image, images, _, phase, depth, row, rows, column, columns = _tile(plan, tile)
+                    slot = own
+                    if mode == 0:
+                        fill_slot(plan, phase, x, slot, image, images, group, depth, row, rows, column)
+                    elif mode == 1:
+                        slot = memory + tile * _word(plan, _SLOT)
+                    else:
+                        place = image * _word(phase, _IMAGE) + group * _word(plan, _I) * _word(phase, _CHANNEL)
+                        place += depth * _word(phase, _D_STRIDE) * _word(phase, _TAP)
+                        place += row * _word(phase, _H_SLOT) * _word(phase, _ROW)
+                        slot = x + (place + column * _word(plan, _STRIDE) * _word(plan, _PIXEL)) * SIZE
+                    pixels = images * rows * columns
+                    large, less, ones = _cut(line_rows, ROWS, LESS)
+                    for at in range(first_block, end_block):
+                        gather(plan, dy, vectors, image, images, group, at * ACROSS * L, depth, row, rows, column, columns)
+                        for line in range(first_line, end_line):
+                            a = slot + _word(places, line)
+                            to = sums + (((group * blocks + at) * lines + line) * line_rows) * VECTOR
+                            for part in range(large + less + ones):
+                                start, start_pitch = to, VECTOR
+                                if outer == 0 and within == 0:
+                                    start, start_pitch = nothing, 0
+                                if part < large:
+                                    big(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, vectors)
+                                    to += ROWS * VECTOR
+                                    a += ROWS * pitch
+                                elif part < large + less:
+                                    small(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, vectors)
+                                    to += LESS * VECTOR
+                                    a += LESS * pitch
+                                else:
+                                    one(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, vectors)
+                                    to += VECTOR
+                                    a += pitch
+            task = next_tile(block)
+
+    return gradient
+
+
+@functools.cache
+def gradient_store_kernel(T: type, ACROSS: int) -> Kernel:
+    """Ordered sums to dw, squares transposed. Arguments: tasks, sums, dw, blocks of a group, channels of dy in a group,
+    numbers of a filter, table of each one's place among a block's sums."""
+    L, SIZE = lanes(T), np.dtype(T).itemsize
+    VECTOR = ACROSS * L * SIZE
+
+    @kernel
+    def store_gradient(block):
+        tasks, sums, dw, blocks = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
+        channels, numbers, table = argument(block, 4), argument(block, 5), argument(block, 6)
+        task = next_tile(block)
+        while task < tasks:
+            group, at = task // blocks, task % blocks
+            for v in range(ACROSS):
+                k = (at * ACROSS + v) * L
+                some = min(channels - k, L)
+                source = sums + task * numbers * VECTOR + v * L * SIZE
+                target = dw + (group * channels + k) * numbers * SIZE
+                if some > 0:
+                    j = 0
+                    while j < numbers:
+                        square = transpose(load_table(T, L, source, table + 8 * j))
+                        if some == L and j + L <= numbers:
+                            store_block(square, target + j * SIZE, numbers * SIZE)
+                        else:
+                            store_block_clipped(square, target + j * SIZE, numbers * SIZE, some, min(numbers - j, L))
+                        j += L
+            task = next_tile(block)
+
+    return store_gradient
