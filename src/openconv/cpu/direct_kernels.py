@@ -341,48 +341,31 @@ def pack_kernel(T: type, CHANNELS_LAST: bool) -> Kernel:
 
 @functools.cache
 def _writer(T: type, ACROSS: int, CHANNELS_LAST: bool) -> Any:
-    """What brings a tile's sums of one block of channels to where the result has them."""
+    """What brings the sums of neighbouring pixels and of one block of channels to where the result has them."""
     L, SIZE = lanes(T), np.dtype(T).itemsize
     PITCH = ACROSS * L * SIZE  # of the sums of neighbouring pixels
 
     @inline
-    def write(plan, phase, sums, y, image, images, group, k, depth, row, rows, column, columns):
-        G, O = _word(plan, _G), _word(plan, _O)  # noqa: E741
-        OD, OH, OW = _word(plan, _OD), _word(plan, _OH), _word(plan, _OW)
-        step, line = _word(plan, _STEP), _word(plan, _ROW_PIXELS)
-        d = _word(phase, _D_START) + depth * _word(phase, _D_STEP)
-        h_step, first = _word(phase, _H_STEP), column * step
-        count = min(columns * step, OW - first)
-        whole = h_step == 1 and _word(plan, _COLUMN_TILES) == 1
-        lines, run = (1, rows * OW) if whole else (rows, count)
-        for b in range(images):
-            for r in range(lines):
-                h = _word(phase, _H_START) + (row + r) * h_step
-                source = sums + (b * _word(plan, _ROWS) + r) * line * PITCH
-                if CHANNELS_LAST:
-                    target = y + (((((image + b) * OD + d) * OH + h) * OW + first) * G + group) * O * SIZE + k * SIZE
-                    for q in range(run):
-                        place, from_ = target + q * G * O * SIZE, source + q * PITCH
-                        for v in range(ACROSS):
-                            if k + (v + 1) * L <= O:
-                                store(place + v * L * SIZE, load(T, from_ + v * L * SIZE))
-                            elif k + v * L < O:
-                                store_clipped(place + v * L * SIZE, 0, O - k - v * L, load(T, from_ + v * L * SIZE))
-                else:
-                    target = y + (((((image + b) * G + group) * O + k) * OD + d) * OH + h) * OW * SIZE + first * SIZE
-                    plane = OD * OH * OW * SIZE
-                    for v in range(ACROSS):
-                        channels = min(O - k - v * L, L)
-                        if channels > 0:
-                            q = 0
-                            while q < run:
-                                square = load_block(T, L, source + q * PITCH + v * L * SIZE, PITCH)
-                                place = target + v * L * plane + q * SIZE
-                                if channels == L and q + L <= run:
-                                    store_block(transpose(square), place, plane)
-                                else:
-                                    store_block_clipped(transpose(square), place, plane, channels, min(run - q, L))
-                                q += L
+    def write(sums, y, distance, count, channels):
+        """`distance` is that of neighbouring pixels (nhwc) or channels (nchw) in the result."""
+        for v in range(ACROSS):
+            some = min(channels - v * L, L)
+            if CHANNELS_LAST:
+                for q in range(count if some > 0 else 0):
+                    value = load(T, sums + q * PITCH + v * L * SIZE)
+                    if some == L:
+                        store(y + q * distance + v * L * SIZE, value)
+                    else:
+                        store_clipped(y + q * distance + v * L * SIZE, 0, some, value)
+            elif some > 0:
+                place, q = y + v * L * distance, 0
+                while q < count:
+                    square = transpose(load_block(T, L, sums + q * PITCH + v * L * SIZE, PITCH))
+                    if some == L and q + L <= count:
+                        store_block(square, place + q * SIZE, distance)
+                    else:
+                        store_block_clipped(square, place + q * SIZE, distance, some, min(count - q, L))
+                    q += L
 
     return write
 
@@ -413,6 +396,7 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
         mode, chunk, line = _word(plan, _MODE), _word(plan, _CHUNK), _word(plan, _ROW_PIXELS)
         step, G, tile_rows = _word(plan, _STEP), _word(plan, _G), _word(plan, _ROWS)
         stride, pixel = _word(plan, _STRIDE), _word(plan, _PIXEL)
+        single = _word(plan, _COLUMN_PHASES) == 1 and step == 1
         filled = -1
         task = next_tile(block)
         while task < tasks:
@@ -431,7 +415,20 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                     place += depth * _word(phase, _D_STRIDE) * _word(phase, _TAP)
                     place += row * _word(phase, _H_SLOT) * _word(phase, _ROW)
                     slot = x + (place + column * stride * pixel) * SIZE
+                # Where the tile's results begin, and the distances of images, rows, and pixels or channels there.
+                OD, OH, OW, O = _word(plan, _OD), _word(plan, _OH), _word(plan, _OW), _word(plan, _O)  # noqa: E741
+                d = _word(phase, _D_START) + depth * _word(phase, _D_STEP)
+                h = _word(phase, _H_START) + row * _word(phase, _H_STEP)
+                wide = G * O if CHANNELS_LAST else 1
+                row_bytes = _word(phase, _H_STEP) * OW * wide * SIZE
+                image_bytes = G * O * OD * OH * OW * SIZE
+                distance = G * O * SIZE if CHANNELS_LAST else OD * OH * OW * SIZE
+                corner = y + image * image_bytes + ((d * OH + h) * OW + column * step) * wide * SIZE
+                count_all = min(columns * step, OW - column * step)
+                whole = _word(phase, _H_STEP) == 1 and _word(plan, _COLUMN_TILES) == 1 and single
                 for at in range(first_block, end_block):
+                    channels = O - at * ACROSS * L
+                    here = corner + (group * O + at * ACROSS * L) * (SIZE if CHANNELS_LAST else distance)
                     for c in range(_word(plan, _COLUMN_PHASES)):
                         those = plan + 8 * (_word(phase, _COLUMN_PLACE) + COLUMN * c)
                         terms, offsets = _word(those, _C_TERMS), _word(those, _C_OFFSETS)
@@ -441,30 +438,53 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                         first = 0
                         while first == 0 or first < terms:
                             some = min(chunk, terms - first)
+                            last = first + chunk >= terms and single
                             for b in range(images):
+                                result = here + b * image_bytes
+                                done, ready = 0, 0  # pixels of a line of the result: written, summed up
                                 for r in range(rows):
-                                    place = slot + (b * _word(phase, _IMAGE)) * SIZE
+                                    place = slot + b * _word(phase, _IMAGE) * SIZE
                                     place += r * _word(phase, _H_SLOT) * _word(phase, _ROW) * SIZE
                                     target = sums + ((b * tile_rows + r) * line + _word(those, _C_START)) * VECTOR
+                                    if not whole:
+                                        done, ready, result = 0, 0, here + b * image_bytes + r * row_bytes
+                                    begin = target - ready * VECTOR  # the sums of the line's first pixel
                                     q = 0
                                     for part in range(large + less + ones):
                                         a = place + q * stride * pixel * SIZE
-                                        to = target + q * step * VECTOR
-                                        start, start_pitch = to, step * VECTOR
+                                        to, to_pitch = target + q * step * VECTOR, step * VECTOR
+                                        start, start_pitch = to, to_pitch
                                         if first == 0:
                                             start, start_pitch = bias + (group * blocks + at) * VECTOR, 0
+                                        if CHANNELS_LAST and last and channels >= ACROSS * L:
+                                            to, to_pitch = result + ready * distance, distance
                                         table, those_ = offsets + 8 * first, vectors + first * VECTOR
                                         if part < large:
-                                            big(start, start_pitch, to, step * VECTOR, a, pitch, table, some, those_)
-                                            q += ROWS
+                                            big(start, start_pitch, to, to_pitch, a, pitch, table, some, those_)
+                                            q, ready = q + ROWS, ready + ROWS
                                         elif part < large + less:
-                                            small(start, start_pitch, to, step * VECTOR, a, pitch, table, some, those_)
-                                            q += LESS
+                                            small(start, start_pitch, to, to_pitch, a, pitch, table, some, those_)
+                                            q, ready = q + LESS, ready + LESS
                                         else:
-                                            one(start, start_pitch, to, step * VECTOR, a, pitch, table, some, those_)
-                                            q += 1
+                                            one(start, start_pitch, to, to_pitch, a, pitch, table, some, those_)
+                                            q, ready = q + 1, ready + 1
+                                        if last and not CHANNELS_LAST and ready - done >= 2 * L:
+                                            # Squares leave as soon as they are there: stores drain beside the sums.
+                                            count = (ready - done) // L * L
+                                            write(begin + done * VECTOR, result + done * SIZE, distance, count, channels)
+                                            done += count
+                                    if last and (r == rows - 1 or not whole):
+                                        if not CHANNELS_LAST:
+                                            rest = begin + done * VECTOR
+                                            write(rest, result + done * SIZE, distance, ready - done, channels)
+                                        elif channels < ACROSS * L:
+                                            write(begin, result, distance, ready, channels)
                             first += chunk
-                    write(plan, phase, sums, y, image, images, group, at * ACROSS * L, depth, row, rows, column, columns)
+                    if not single:
+                        for b in range(images):
+                            for r in range(rows):
+                                from_ = sums + (b * tile_rows + r) * line * VECTOR
+                                write(from_, here + b * image_bytes + r * row_bytes, distance, count_all, channels)
             task = next_tile(block)
 
     return convolve
