@@ -471,7 +471,9 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                                         if last and not CHANNELS_LAST and ready - done >= 2 * L:
                                             # Squares leave as soon as they are there: stores drain beside the sums.
                                             count = (ready - done) // L * L
-                                            write(begin + done * VECTOR, result + done * SIZE, distance, count, channels)
+                                            write(
+                                                begin + done * VECTOR, result + done * SIZE, distance, count, channels
+                                            )
                                             done += count
                                     if last and (r == rows - 1 or not whole):
                                         if not CHANNELS_LAST:
@@ -507,7 +509,12 @@ def filter_kernel(T: type, ACROSS: int) -> Kernel:
     def order_filters(block):
         tasks, w, filters, blocks = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
         channels, pitch, group_pitch = argument(block, 4), argument(block, 5), argument(block, 6)
-        lines, line_pitch, terms, table = argument(block, 7), argument(block, 8), argument(block, 9), argument(block, 10)
+        lines, line_pitch, terms, table = (
+            argument(block, 7),
+            argument(block, 8),
+            argument(block, 9),
+            argument(block, 10),
+        )
         task = next_tile(block)
         while task < tasks:
             group, at = task // blocks, task % blocks
@@ -663,7 +670,9 @@ def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                     pixels = images * rows * columns
                     large, less, ones = _cut(line_rows, ROWS, LESS)
                     for at in range(first_block, end_block):
-                        gather(plan, dy, vectors, image, images, group, at * ACROSS * L, depth, row, rows, column, columns)
+                        gather(
+                            plan, dy, vectors, image, images, group, at * ACROSS * L, depth, row, rows, column, columns
+                        )
                         for line in range(first_line, end_line):
                             a = slot + _word(places, line)
                             to = sums + (((group * blocks + at) * lines + line) * line_rows) * VECTOR
