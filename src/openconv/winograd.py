@@ -13,8 +13,8 @@ coefficients is evaluated as sum_i c[i] a^i b^(n-1-i). So infinity is no special
 
 In two dimensions the transforms are nested: Y = AT [(G w G^T) * (BT d B)] A, an axis at a time. With channels,
 products are added up before AT. The gradient of the filters, dw[j] = sum_i dy[i] x[i+j], is r outputs of m taps: its
-transform is ``transform(r, m)``, with dy in the place of w, and its AT follows when all tiles are added up. Of one t, BT
-is the same for every m and r.
+transform is ``transform(r, m)``, with dy in the place of w, and its AT follows when all tiles are added up. Of one t,
+BT is the same for every m and r.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, gcd, prod
 
-import torch
 from torch import Tensor
 
 from ..device import Device
@@ -27,9 +26,10 @@ __all__ = ["Chunk", "Winograd"]
 _THREADS = 256
 _LIVE = 72  # values that a thread keeps between the two halves of a nested transform
 _POINTS = (6, 4)
+_TAPS = 5  # two outputs of six points
 _BUDGETS = (256 << 20, 64 << 20, 16 << 20, 4 << 20)  # bytes of transformed tiles and of their products
 _UNIT = 8  # elements that rows of matrices are a multiple of: 16 bytes of f16
-_MOST_ERROR = 0.1  # as a share of the largest sum: a variant that may be off by more is no convolution any more
+_MOST_ERROR = 0.125  # as a share of the largest sum: a variant that may be off by more is no convolution any more
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Winograd(Engine):
         dgrad   the same, of dy, with the filters upside down and C and K exchanged
         wgrad   dw      = AT [sum over tiles of (G dy G^T) * (BT x B)] A        with the transform of r outputs, m taps
 
-    F(4x4,3x3) multiplies 36 times for 16 outputs where a plain sum does 144 times; F(2x2,3x3) 16 for 4, 36; and
-    F(2x2,5x5) 36 for 4, 100. The transforms are generated from their interpolation points (:mod:`openconv.winograd`) and
-    computed in f32; f16 and bf16 are rounded once on the way to the product, and not between product and result. An
-    axis of one tap is left as it is, so that 1D filters and rows take the same kernels.
+    For a tile of outputs and a channel F(4x4,3x3) multiplies 36 times where a plain sum does 144 times, F(2x2,3x3) 16
+    for 36, and F(2x2,5x5) 36 for 100. The transforms are generated from their interpolation points
+    (:mod:`openconv.winograd`) and computed in f32; f16 and bf16 are rounded once on the way to the product, and not
+    between product and result. An axis of one tap is left as it is: 1D filters and rows take the same kernels.
 
-    Wins where products bound a layer: f32, and channels in the hundreds. Loses where memory does: tiles and products are
-    written and read once more, at 36/16 of the image's size. An infinity or NaN spreads over its tiles.
+    Wins where products bound a layer: f32, and channels in the hundreds. Loses where memory does: tiles and products
+    are written and read once more, at 36/16 of the image's size. An infinity or a NaN spreads over its tiles.
     """
 
     name = "cuda.winograd"
@@ -73,25 +73,25 @@ class Winograd(Engine):
             yield f"spatial sizes are {problem.spatial}; its tiles have one or two axes"
         for name, values in (("stride", problem.stride), ("dilation", problem.dilation)):
             if set(values) != {1}:
-                yield f"{name} is {values}; Winograd needs {(1,) * problem.rank}"
+                yield f"{name} is {values}; Winograd needs 1 along all axes"
         if problem.groups > 1:
             yield f"groups is {problem.groups}; Winograd needs 1"
-        fits = max(problem.filter) <= 5 and max(problem.filter) > 1
+        fits = 1 < max(problem.filter) <= _TAPS
         if not fits:
-            yield f"filter is {problem.filter}; wanted up to 5 taps an axis, and more than one"
-        if problem.rank < 3 and fits and problem.result_dtype in DTYPES and not list(_variants(problem)):
+            yield f"filter is {problem.filter}; wanted up to {_TAPS} taps an axis, and more than one"
+        dtype = problem.result_dtype
+        if fits and dtype in ("f32", "f16", "bf16") and not list(_variants(problem)):
             least = min(_error(problem, points) for points in _POINTS if _saves(problem, points))
-            yield (
-                f"{problem.result_dtype} with a filter of {problem.filter} may be off by {least:.2g} of the largest "
-                f"sum; wanted {_MOST_ERROR} or less"
-            )
+            yield f"its error in {dtype} is up to {least:.2g} of the largest result; wanted at most {_MOST_ERROR}"
         if max(_tile_count(problem, min(_POINTS)), *problem.spatial, *problem.out) >= 2**30:
             yield f"the image has {_tile_count(problem, min(_POINTS))} tiles; its kernels count to 2^30"
 
     def traits(self, problem: Problem, knobs: Chunk) -> Traits:
-        # A product of one image's tiles, or of a part of them, has the same size whatever the batch.
+        # Products of one image's tiles have the same sizes whatever the batch. Results of other points have other bits,
+        # so that only the first variant claims it.
         each = _tile_count(problem, knobs.points) // max(1, problem.n)
-        alone = problem.direction == "wgrad" or each % knobs.tiles == 0
+        first = next(_variants(problem), knobs.points)
+        alone = problem.direction == "wgrad" or (knobs.tiles <= each and knobs.points == first)
         return Traits("f32", _error(problem, knobs.points), batch_invariant=alone, plain_sum=False)
 
     def workspace_bytes(self, problem: Problem, device: Device, knobs: Chunk) -> int:
@@ -99,19 +99,23 @@ class Winograd(Engine):
 
     def knobs(self, problem: Problem, device: Device) -> Iterable[Chunk]:
         assert isinstance(device, CudaDevice)
-        found: dict[Chunk, float] = {}
-        for points in _variants(problem):
-            for budget in _BUDGETS:
-                chunk = _chunk(problem, device, points, budget)
-                # A wish for batch invariance is met by tiles of one image at a time.
-                alone = _chunk(problem.with_(n=1), device, points, budget)
-                for each in (chunk, alone):
-                    found.setdefault(each, self.cost(problem, device, each))
-        return sorted(found, key=lambda chunk: found[chunk])
+        variants = list(_variants(problem))
+        if problem.result_dtype == "f32":  # others have the most exact one first
+            variants.sort(key=lambda points: self.cost(problem, device, _chunk(problem, device, points, _BUDGETS[0])))
+        # Tiles of one image at a time are for a wish for batch invariance: they are in one order for every batch.
+        return tuple(
+            dict.fromkeys(
+                _chunk(each, device, points, budget)
+                for points in variants
+                for each in (problem, problem.with_(n=1))
+                for budget in _BUDGETS
+            )
+        )
 
     def cost(self, problem: Problem, device: Device, knobs: Chunk) -> float:
-        # Not measured yet. Transforms move bytes at 0.8 of the bandwidth, which the caches double where a chunk stays
-        # in L2; each chunk launches two or three kernels and a product.
+        # Not measured yet. Transforms move bytes at 0.8 of the bandwidth; of what stays in L2 half of them. Products
+        # take 0.6 of what gemm_seconds says, as cuda.im2col_gemm's do (fitted to those on an H200), and have blocks of
+        # 256 x 64 where 64 columns are all there are. Each chunk launches two or three kernels and a product.
         assert isinstance(device, CudaDevice)
         form = _Form(problem, knobs)
         size, points = form.size, form.points
@@ -126,7 +130,9 @@ class Winograd(Engine):
             m, n, sums, batch = problem.k, problem.c, ceil(per_chunk / knobs.parts), points * knobs.parts
         else:
             m, n, sums, batch = per_chunk, form.targets, form.sources, points
-        product = gemm_seconds(problem, device, m, n, sums, batch)
+        if n <= 64:
+            m, n = ceil(m / 2), 2 * n
+        product = 0.6 * gemm_seconds(problem, device, m, n, sums, batch)
         return 8e-6 + chunks * (4e-6 + product) + moved / (0.8 * device.bandwidth)
 
     def build(self, problem: Problem, device: Device, knobs: Chunk) -> Runner:
@@ -144,10 +150,8 @@ class Winograd(Engine):
         form = _Form(problem, knobs)
         outputs, taps = prod(form.steps), prod(form.taps)
         names = " x ".join(str(each) for each in form.transforms if each.t > 1)
-        return (
-            f"{names}: {form.points} products for {outputs} outputs of {taps} taps, "
-            f"{outputs * taps / form.points:.2f} times fewer than a plain sum",
-        )
+        fewer = f"{outputs * taps / form.points:.2f} times fewer than a plain sum"
+        return (f"{names}: {form.points} products for {outputs} outputs of {taps} taps, {fewer}",)
 
 
 # -- variants -------------------------------------------------------------------------------------------------------
@@ -168,8 +172,9 @@ def _saves(problem: Problem, points: int) -> bool:
 
 
 def _variants(problem: Problem) -> Iterator[int]:
-    """Points of an axis with which tiles have two outputs or more and results are worth having."""
-    for points in _POINTS:
+    """Points of an axis with which tiles have two outputs or more and results are worth having: those with the fewest
+    products first, or the most exact where that matters more."""
+    for points in _POINTS if problem.result_dtype == "f32" else reversed(_POINTS):
         if _saves(problem, points) and _error(problem, points) <= _MOST_ERROR:
             yield points
 
@@ -248,9 +253,11 @@ class _Form:
 
     @cached_property
     def chunks(self) -> list[tuple[int, int]]:
-        """(first tile, tiles)."""
-        step = self.knobs.tiles
-        return [(first, min(step, self.all_tiles - first)) for first in range(0, self.all_tiles, step)]
+        """(first tile, tiles): of all images, or of one after the other if the tiles of one are as many or more."""
+        step, each = self.knobs.tiles, prod(self.grid)
+        length = each if step <= each else self.all_tiles
+        starts = range(0, self.all_tiles, length)
+        return [(n + at, min(step, length - at)) for n in starts for at in range(0, length, step)]
 
     def each(self, count: int) -> int:
         """Tiles of a part, with those of zeros at the end: rows of tiles are of whole units in nchw."""

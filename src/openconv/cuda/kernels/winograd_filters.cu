@@ -23,7 +23,7 @@ using Across = Traits::Across;
 struct Params {
     const T* filters;
     T* matrices;
-    int count, row;                      // filters; elements of a row
+    int count, row;  // filters; elements of a row
     int step_filter, step_channel, step_tap;
     Divisor channels;
 };
@@ -39,10 +39,10 @@ winograd_filters(const __grid_constant__ Params p) {
     const Offset plane = Offset(p.count) * p.row;
 
     // Load, compute, store.
-    auto load_one = [&](int i, int j, Sum (&value)[1]) {
+    auto load_one = [&](int i, int j, Sum(&value)[1]) {
         const int r = Traits::turned ? Down::from - 1 - i : i, s = Traits::turned ? Across::from - 1 - j : j;
         value[0] = widen<Sum>(from[Offset(r * Across::from + s) * p.step_tap]);
     };
-    auto store_one = [&](int i, int j, const Sum (&value)[1]) { to[(i * Across::to + j) * plane] = T(value[0]); };
+    auto store_one = [&](int i, int j, const Sum(&value)[1]) { to[(i * Across::to + j) * plane] = T(value[0]); };
     winograd::nested<Down, Across, 1, Sum>(load_one, store_one);
 }

@@ -39,12 +39,12 @@ winograd_gradient(const __grid_constant__ Params p) {
     const Offset plane = Offset(p.count) * p.row;
 
     // Load, compute, store.
-    auto load_one = [&](int i, int j, Sum (&value)[1]) {
+    auto load_one = [&](int i, int j, Sum(&value)[1]) {
         const Sum* at = from + Offset(i * Across::from + j) * p.parts * plane;
         value[0] = *at;
         for (int part = 1; part < p.parts; ++part) value[0] += at[part * plane];
     };
-    auto store_one = [&](int i, int j, const Sum (&value)[1]) {
+    auto store_one = [&](int i, int j, const Sum(&value)[1]) {
         to[Offset(i * Across::to + j) * p.step_tap] = Out(value[0]);
     };
     winograd::nested<Down, Across, 1, Sum>(load_one, store_one);

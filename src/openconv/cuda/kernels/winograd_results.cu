@@ -33,7 +33,7 @@ struct Params {
     Divisor count, vectors, tiles[2];  // tiles here; channels in vectors; tiles down and across an image
 };
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 2)
 winograd_results(const __grid_constant__ Params p) {
     // Place.
     int tile = blockIdx.x * blockDim.x + threadIdx.x, c;
@@ -52,14 +52,14 @@ winograd_results(const __grid_constant__ Params p) {
     const Offset plane = Offset(p.pitch) * p.row, pixels = Offset(p.size[0]) * p.size[1];
 
     // Load.
-    auto load_one = [&](int i, int j, Sum (&value)[V]) {
+    auto load_one = [&](int i, int j, Sum(&value)[V]) {
         const Pack<Sum, V> pack = load<V>(from + (i * Across::from + j) * plane);
 #pragma unroll
         for (int v = 0; v < V; ++v) value[v] = pack.value[v];
     };
 
     // Store.
-    auto store_one = [&](int i, int j, Sum (&value)[V]) {
+    auto store_one = [&](int i, int j, Sum(&value)[V]) {
         const int h = y + i, w = x + j;
         if (h >= p.size[0] || w >= p.size[1]) return;
         const Offset pixel = Offset(h) * p.size[1] + w;

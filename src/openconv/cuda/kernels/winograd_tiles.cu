@@ -36,7 +36,7 @@ struct Params {
     Divisor each, all;          // nchw: tiles of a part; pitch
 };
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 2)
 winograd_tiles(const __grid_constant__ Params p) {
     // Place: the tile here, the first of its channels, where its point 0 goes.
     int tile = blockIdx.x * blockDim.x + threadIdx.x, c;
@@ -62,7 +62,7 @@ winograd_tiles(const __grid_constant__ Params p) {
         p.image + (Traits::channels_last ? n * pixels * p.channels + c : (Offset(n) * p.channels + c) * pixels);
 
     // Load.
-    auto load_one = [&](int i, int j, Sum (&value)[V]) {
+    auto load_one = [&](int i, int j, Sum(&value)[V]) {
         const int h = y + i, w = x + j;
         const bool inside = there && unsigned(h) < unsigned(p.size[0]) && unsigned(w) < unsigned(p.size[1]);
         const Offset at = Offset(h) * p.size[1] + w;
@@ -78,7 +78,7 @@ winograd_tiles(const __grid_constant__ Params p) {
 
     // Store.
     const Offset plane = Offset(p.pitch) * p.row;
-    auto store_one = [&](int i, int j, const Sum (&value)[V]) {
+    auto store_one = [&](int i, int j, const Sum(&value)[V]) {
         Pack<T, V> pack;
 #pragma unroll
         for (int v = 0; v < V; ++v) pack.value[v] = T(value[v]);
