@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sympy
+import sympy  # type: ignore[import-untyped]
 
 from openconv.winograd import (
     POINTS,
