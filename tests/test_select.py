@@ -406,7 +406,7 @@ def test_describing_and_choosing_need_neither_torch_nor_numba():
         package.__path__ = [sys.argv[1]]
         sys.modules["openconv"] = package
 
-        import openconv.engine
+        import openconv.engine, openconv.winograd
         from openconv.device import Device
         from openconv.engine import Engine, Traits, UnsupportedProblem
         from openconv.epilogue import Epilogue

@@ -52,6 +52,7 @@ ENGINES = (
     "openconv.cuda.igemm_groups:IgemmGroups",
     "openconv.cuda.igemm_sm90:IgemmSm90",
     "openconv.cuda.igemm:Igemm",
+    "openconv.cuda.winograd:Winograd",
     "openconv.cuda.gemm_1x1:Gemm1x1",
     "openconv.cuda.tiled:Tiled",
     "openconv.cuda.im2col_gemm:Im2colGemm",

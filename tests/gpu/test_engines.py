@@ -25,6 +25,7 @@ from tests.support import (
     check_plan,
     check_workspace_limits,
     make,
+    this_device,
 )
 from tests.test_fuzz import EXAMPLES, check_all_engines, fuzzed
 
@@ -111,7 +112,10 @@ def test_batches_and_limits(engine):
 
 @each_engine
 def test_infinities_and_nans_stay_where_they_belong(engine):
-    for problem in list(taken(engine, dtypes=("f32", "f16")))[:: 5 * sparse(engine) ** 2]:
+    problems = list(taken(engine, dtypes=("f32", "f16")))
+    if problems and not engine.traits(problems[0], next(iter(engine.knobs(problems[0], this_device())))).plain_sum:
+        pytest.skip("transforms spread what is not finite over their tiles")
+    for problem in problems[:: 5 * sparse(engine) ** 2]:
         for value in (math.inf, math.nan):
             check_locality(engine, problem, value=value)
 
