@@ -312,7 +312,8 @@ def _order(problem: Problem, cut: Cut):  # type: ignore[no-untyped-def]
         rows, kept = kernels.filter_rows_kernel(T, cut.across), torch.tensor(table, dtype=torch.int64)
 
         def order_rows(w: Tensor, out: Tensor, threads: int) -> None:
-            args = (tasks, w.data_ptr(), out.data_ptr(), blocks, O, len(met), I * O * taps * size, kept.data_ptr())
+            args = (tasks * -(-len(met) // 256), w.data_ptr(), out.data_ptr(), blocks, O, len(met),
+                    I * O * taps * size, kept.data_ptr(), 256)  # fmt: skip
             launch(rows, args, threads)
 
         return order_rows
@@ -332,7 +333,8 @@ def _order(problem: Problem, cut: Cut):  # type: ignore[no-untyped-def]
     squares = kernels.filter_kernel(T, cut.across)
 
     def order_squares(w: Tensor, out: Tensor, threads: int) -> None:
-        args = (tasks, w.data_ptr(), out.data_ptr(), blocks, O, pitch, group, lines, line_pitch, terms, kept.data_ptr())
+        args = (tasks * -(-lines // 16), w.data_ptr(), out.data_ptr(), blocks, O, pitch, group, lines, line_pitch,
+                terms, kept.data_ptr(), 16)  # fmt: skip
         launch(squares, args, threads)
 
     return order_squares

@@ -500,8 +500,9 @@ def filter_kernel(T: type, ACROSS: int) -> Kernel:
     """Filters whose terms lie side by side for each channel of the result: squares are transposed.
 
     Arguments: tasks, w, filters, blocks of a group, channels of the result in a group, bytes from one of them to the
-    next, from a group to the next, lines for each of them, bytes from a line to the next, terms of a line, table. The
-    table has for each term of each line its place in the filters and the distance of the blocks there, or -1.
+    next, from a group to the next, lines for each of them, bytes from a line to the next, terms of a line, table, lines
+    of a task. The table has for each term of each line its place in the filters and the distance of the blocks there,
+    or -1. Neighbouring tasks are neighbouring blocks of the same lines, which lie in one another's cache lines.
     """
     L, SIZE = lanes(T), np.dtype(T).itemsize
 
@@ -515,26 +516,30 @@ def filter_kernel(T: type, ACROSS: int) -> Kernel:
             argument(block, 9),
             argument(block, 10),
         )
+        some_lines = argument(block, 11)
+        parts = (lines + some_lines - 1) // some_lines
         task = next_tile(block)
         while task < tasks:
-            group, at = task // blocks, task % blocks
+            at, group = task % blocks, task // blocks // parts
+            first_line = task // blocks % parts * some_lines
+            place_of_block = group * blocks + at
             for v in range(ACROSS):
                 k = (at * ACROSS + v) * L
                 rows = min(channels - k, L)
                 base = filters + v * L * SIZE
                 source = w + group * group_pitch + k * pitch
-                for line in range(lines):
+                for line in range(first_line, min(first_line + some_lines, lines)):
                     term = 0
                     while term < terms:
                         place, some = source + line * line_pitch + term * SIZE, min(terms - term, L)
                         here = table + 16 * (line * terms + term)
                         if rows == L and some == L:
-                            store_table(transpose(load_block(T, L, place, pitch)), base, here, task, some)
+                            store_table(transpose(load_block(T, L, place, pitch)), base, here, place_of_block, some)
                         elif rows > 0:
                             square = load_block_clipped(T, L, place, pitch, rows, some)
-                            store_table(transpose(square), base, here, task, some)
+                            store_table(transpose(square), base, here, place_of_block, some)
                         else:
-                            store_table(fill(L, zero(T)), base, here, task, some)
+                            store_table(fill(L, zero(T)), base, here, place_of_block, some)
                         term += L
             task = next_tile(block)
 
@@ -546,7 +551,7 @@ def filter_rows_kernel(T: type, ACROSS: int) -> Kernel:
     """Filters whose channels of the result lie side by side: vectors are copied.
 
     Arguments: tasks, w, filters, blocks of a group, channels of the result in a group, terms, bytes from a group to the
-    next, table. The table has for each term its place in w, its place in the filters and the distance of the blocks
+    next, table, terms of a task. The table has for each term its place in w, its place in the filters and the distance of the blocks
     there.
     """
     L, SIZE = lanes(T), np.dtype(T).itemsize
@@ -557,13 +562,16 @@ def filter_rows_kernel(T: type, ACROSS: int) -> Kernel:
         channels, terms, group_pitch, table = (
             argument(block, 4), argument(block, 5), argument(block, 6), argument(block, 7),
         )  # fmt: skip
+        some = argument(block, 8)
+        parts = (terms + some - 1) // some
         task = next_tile(block)
         while task < tasks:
-            group, at = task // blocks, task % blocks
+            at, group = task % blocks, task // blocks // parts
+            first = task // blocks % parts * some
             source = w + group * group_pitch
-            for term in range(terms):
+            for term in range(first, min(first + some, terms)):
                 here = table + 24 * term
-                target = filters + _word(here, 1) + task * _word(here, 2)
+                target = filters + _word(here, 1) + (group * blocks + at) * _word(here, 2)
                 for v in range(ACROSS):
                     k = (at * ACROSS + v) * L
                     row = source + _word(here, 0)
