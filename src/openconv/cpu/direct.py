@@ -36,6 +36,7 @@ class Tile(Knobs):
 
 
 _MODES = ("own", "shared", "place")
+_TINY = 200_000  # products that are over before a kernel of another shape would be loaded
 
 
 class Direct(Engine):
@@ -87,9 +88,11 @@ def _type(problem: Problem) -> type:
 # -- sizes --------------------------------------------------------------------------------------------------------
 
 
-def _most_rows(lanes: int, size: int) -> dict[int, int]:
-    """Rows of a block for each number of vectors across: what 16 registers hold (AVX2), or 32 (AVX-512)."""
-    return {1: 14, 2: 14, 3: 9, 4: 6} if lanes * size == 64 else {1: 10, 2: 6, 3: 4}
+def _shapes(lanes: int, size: int) -> dict[int, tuple[int, ...]]:
+    """Rows of a block for each number of vectors across: what 16 registers hold (AVX2), or 32 (AVX-512), and fewer for
+    short lines. Few shapes, since each is a kernel to compile."""
+    wide = {2: (14, 10, 7, 4), 3: (9, 7), 1: (14, 4)}
+    return wide if lanes * size == 64 else {2: (6, 5, 2), 3: (4, 3), 1: (10, 4)}
 
 
 def _cycles(rows: int, across: int) -> float:
@@ -124,11 +127,15 @@ def _blocks(problem: Problem, device: Device) -> list[tuple[float, int, int]]:
     geometry = geometry_of(problem)
     lanes, found = _lanes(device, geometry.size), []
     line = geometry.columns if problem.direction != "wgrad" else _line(geometry)[1]
-    for across, most in _most_rows(lanes, geometry.size).items():
-        rows = _even(line, most) if line <= 64 * most else most
+    if problem.macs < _TINY:
+        return [(line * geometry.o, 4, 1)]
+    for across, shapes in _shapes(lanes, geometry.size).items():
         blocks = -(-geometry.o // (across * lanes))
-        found.append((blocks * _line_cycles(min(line, 64 * most), rows, across), rows, across))
-    return sorted(found, key=lambda each: (each[0], -each[2]))
+        ways = [(blocks * _line_cycles(line, rows, across), rows) for rows in shapes]
+        least = min(ways)[0]
+        cycles, rows = next(way for way in ways if way[0] <= 1.03 * least)
+        found.append((cycles, rows, across))
+    return sorted(found, key=lambda each: each[0])
 
 
 def _line(geometry: Geometry) -> tuple[str, int]:
@@ -151,7 +158,7 @@ def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
     lanes = _lanes(device, geometry.size)
     ways = ["place", "own"] if geometry.inside else ["own"]
     found = []
-    for _, rows, across in _blocks(problem, device):
+    for at, (_, rows, across) in enumerate(_blocks(problem, device)):
         for read in ways:
             usual = 192
             if read == "own":
@@ -160,7 +167,7 @@ def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
                 usual = 224
                 while usual < 800 and _cut(problem, device, Tile(rows, across, 2 * usual, read)).slot_bytes < 64 << 10:
                     usual *= 2
-            for pixels in (usual, usual // 2, usual // 8, usual * 2):
+            for pixels in (usual,) if at else (usual, usual // 2, usual // 8, usual * 2):
                 tile = Tile(rows, across, pixels, read)
                 if read == "own" and problem.direction != "wgrad":
                     cut = _cut(problem, device, tile)
@@ -258,7 +265,7 @@ def _build(problem: Problem, cut: Cut) -> Runner:
     dtype, size = DTYPES[problem.result_dtype], cut.geometry.size
     plan, tables = _plan(cut)
     stride = geometry.axes[2][0].stride
-    constant = stride * size if not geometry.channels_last and stride <= 4 else 0
+    constant = stride * size if not geometry.channels_last and stride <= 2 else 0
     pitch = stride * cut.pixel * size
     convolve = kernels.convolve_kernel(T, cut.block_rows, cut.across, constant, geometry.channels_last)
     fill = kernels.pack_kernel(T, geometry.channels_last) if cut.mode == 1 else None
@@ -363,7 +370,7 @@ def _build_gradient(problem: Problem, cut: Cut) -> Runner:
         lines = [[(c, line * S + s) for s in range(S) for c in range(I)] for line in range(T_ * R)]
     else:
         pitch = (width.taps[1][1] - width.taps[0][1]) * size
-        constant = pitch if pitch <= 4 * size else 0
+        constant = pitch if pitch == size else 0
         lines = [[(c, line * S + s) for s in range(S)] for c in range(I) for line in range(T_ * R)]
     if along == "taps" and last and cut.pixel != I:
         raise AssertionError("slots of few channels have no gaps")
