@@ -198,9 +198,9 @@ def _measured(engine: Engine, problem: Problem, device: Device, policy: Policy, 
     fitting: list[Candidate] = []
     if known.distance:
         other = Problem.parse(known.problem)
-        theirs = [(times.get(str(knobs)), engine.cost(other, device, knobs)) for knobs in engine.knobs(other, device)]
-        for (candidate, broken), (took, cost) in zip(ours, theirs, strict=False):
-            if took and not broken:
+        for (candidate, broken), knobs in zip(ours, engine.knobs(other, device), strict=False):
+            if (took := times.get(str(knobs))) and not broken and candidate.knobs.like(knobs):
+                cost = engine.cost(other, device, knobs)
                 fitting.append(replace(candidate, known=known, scaled=candidate.cost * took / cost))
     else:
         for candidate, broken in ours:
