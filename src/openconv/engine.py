@@ -41,6 +41,7 @@ ENGINES = (
     "openconv.cpu.depthwise:Depthwise",
     "openconv.cpu.gemm_1x1:Gemm1x1",
     "openconv.cpu.im2col_gemm:Im2colGemm",
+    "openconv.cpu.separable:Separable",
     "openconv.rewrites.as_2d:CpuAs2d",
     "openconv.rewrites.phases:CpuPhases",
     "openconv.rewrites.groups:CpuGroups",
@@ -129,6 +130,8 @@ class Engine(ABC):
     """Whether the runner computes prologues, other results of an epilogue and statistics itself."""
     proven: ClassVar[bool] = True
     """Whether it has passed its tests on a device of its kind. One that has not runs only where it is named."""
+    by_values: ClassVar[bool] = False
+    """Whether its time depends on what the filter holds, so that measuring it on random numbers says nothing."""
 
     @abstractmethod
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:

@@ -34,8 +34,22 @@ from ..problem import DTYPE_BYTES, Problem
 from ..tensors import DTYPES, empty
 from ..units import bytes_text, seconds_text
 
-__all__ = ["CALL", "DEPTH", "Choice", "Part", "Piece", "Rewrite", "Rewritten", "Span", "allowed", "named", "refuses",
-           "runner_of", "settings_of"]  # fmt: skip
+__all__ = [
+    "CALL",
+    "DEPTH",
+    "Choice",
+    "Part",
+    "Piece",
+    "Rewrite",
+    "Rewritten",
+    "Span",
+    "Wrapper",
+    "allowed",
+    "named",
+    "refuses",
+    "runner_of",
+    "settings_of",
+]
 
 DEPTH = 2
 """How many rewrites may be one in the other."""
@@ -118,14 +132,14 @@ def named(name: str) -> Engine:
 def allowed(device: Device, within: tuple[str, ...]) -> Iterator[Engine]:
     """Every engine that may run inside of the rewrites ``within``."""
     for engine in engines(device.kind):
-        if not engine.proven or (isinstance(engine, Rewrite) and (len(within) >= DEPTH or engine.kind in within)):
+        if not engine.proven or (isinstance(engine, Wrapper) and (len(within) >= DEPTH or engine.kind in within)):
             continue
         yield engine
 
 
 def settings_of(engine: Engine, problem: Problem, device: Device, within: tuple[str, ...]) -> Iterator[Any]:
     """The knobs of an engine inside of the rewrites ``within``; none if it refuses the problem."""
-    if isinstance(engine, Rewrite):
+    if isinstance(engine, Wrapper):
         if not any(engine.refusals(problem, device, within)):
             yield from engine.settings(problem, device, within)
     elif not any(engine.refusals(problem, device)):
@@ -135,7 +149,7 @@ def settings_of(engine: Engine, problem: Problem, device: Device, within: tuple[
 def refuses(engine: Engine, problem: Problem, device: Device) -> bool:
     """Whether an engine does not take a problem as it is. Of a rewrite that is what it says itself, without a look at
     the engines that may be inside of it: one of them may be asking."""
-    return any(engine.needs(problem, device) if isinstance(engine, Rewrite) else engine.refusals(problem, device))
+    return any(engine.needs(problem, device) if isinstance(engine, Wrapper) else engine.refusals(problem, device))
 
 
 def runner_of(problem: Problem, device: Device, choice: Choice) -> Runner:
@@ -145,17 +159,42 @@ def runner_of(problem: Problem, device: Device, choice: Choice) -> Runner:
     return run
 
 
-class Rewrite(Engine):
+class Wrapper(Engine):
+    """An engine that leaves work to others, which must not come back to it."""
+
+    @abstractmethod
+    def needs(self, problem: Problem, device: Device) -> Iterator[str]:
+        """Refusals that need no look at other engines: cheap, and first."""
+
+    def refusals(self, problem: Problem, device: Device, within: tuple[str, ...] = ()) -> Iterator[str]:
+        """Those inside of the wrappers ``within``."""
+        return self.needs(problem, device)
+
+    @abstractmethod
+    def settings(self, problem: Problem, device: Device, within: tuple[str, ...]) -> Iterator[Any]:
+        """The knobs inside of the wrappers ``within``."""
+
+    def knobs(self, problem: Problem, device: Device) -> Iterable[Any]:
+        return self.settings(problem, device, ())
+
+    @property
+    def kind(self) -> str:
+        """The name without the device."""
+        return self.name.partition(".")[2]
+
+    @property
+    def version(self) -> str:
+        """A digest of all engines of the device: any of them may be inside."""
+        return _version(engines(self.device))
+
+
+class Rewrite(Wrapper):
     """Turns a problem into parts that another engine runs."""
 
     batches_alike: ClassVar[bool] = False
     """Whether the problems inside say all there is to say about batches."""
 
     # -- what each rewrite says ---------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def needs(self, problem: Problem, device: Device) -> Iterator[str]:
-        """Refusals that need no look at other engines: cheap, and first."""
 
     @abstractmethod
     def parts(self, problem: Problem, way: Any) -> Sequence[Part]:
@@ -177,15 +216,9 @@ class Rewrite(Engine):
         """A tensor of the whole as the parts index it: x, w or y, as ``at`` says."""
         return tensor
 
-    @property
-    def kind(self) -> str:
-        """The name without the device."""
-        return self.name.partition(".")[2]
-
     # -- the contract of engines --------------------------------------------------------------------------------------
 
     def refusals(self, problem: Problem, device: Device, within: tuple[str, ...] = ()) -> Iterator[str]:
-        """Those inside of the rewrites ``within``."""
         reason = ""
         for reason in self.needs(problem, device):
             yield reason
@@ -225,12 +258,9 @@ class Rewrite(Engine):
                 found.append(f"copy {_NAMES[at]} for {named(knobs.inner[0].engine).name}, {size}")
         return *found, *named(knobs.inner[0].engine).copies(work.problems[0], knobs.inner[0].knobs)
 
-    def knobs(self, problem: Problem, device: Device) -> Iterable[Rewritten]:
-        return self.settings(problem, device, ())
-
     def settings(self, problem: Problem, device: Device, within: tuple[str, ...]) -> Iterator[Rewritten]:
-        """The knobs inside of other rewrites: the first way with the default of each engine, the cheapest first, then
-        with their other knobs; then the other ways."""
+        """The first way with the default of each engine, the cheapest first, then with their other knobs; then other
+        ways."""
         ranked = _ranked(self, problem, device, within, engines(device.kind))
         yield from ranked
         for way in self.ways(problem, device):
@@ -288,11 +318,6 @@ class Rewrite(Engine):
     def summary(self) -> str:
         """That of the rewrite, which is the same on all devices."""
         return (inspect.getdoc(type(self).__mro__[1]) or "").split("\n\n")[0].replace("\n", " ")
-
-    @property
-    def version(self) -> str:
-        """A digest of all engines of the device: any of them may be inside."""
-        return _version(engines(self.device))
 
     def work(self, problem: Problem, way: Any) -> Work:
         """The parts, and what follows from them."""

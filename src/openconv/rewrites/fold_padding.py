@@ -8,7 +8,7 @@ from functools import lru_cache
 from ..device import Device
 from ..engine import Engine, engines
 from ..problem import Problem
-from .base import Part, Piece, Rewrite, Rewritten, Span
+from .base import Part, Piece, Rewrite, Rewritten, Span, Wrapper
 
 __all__ = ["CpuFoldPadding", "CudaFoldPadding", "FoldPadding"]
 
@@ -30,7 +30,7 @@ class FoldPadding(Rewrite):
             yield f"padding is {problem.padding} on {problem.spatial}; wanted windows that see the image"
 
     def wants(self, engine: Engine, problem: Problem, device: Device) -> bool:
-        return not isinstance(engine, Rewrite) and _for_padding(engine, problem, device)
+        return not isinstance(engine, Wrapper) and _for_padding(engine, problem, device)
 
     def parts(self, problem: Problem, way: None) -> list[Part]:
         axes = range(problem.rank)
@@ -71,7 +71,7 @@ def _refusing(registry: tuple[Engine, ...], device: Device) -> tuple[Engine, ...
     return tuple(
         engine
         for engine in registry
-        if engine.proven and not isinstance(engine, Rewrite)
+        if engine.proven and not isinstance(engine, Wrapper)
         and any(reason.startswith("padding") for probe in _PROBES for reason in engine.refusals(probe, device))
     )  # fmt: skip
 
