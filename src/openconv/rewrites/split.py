@@ -17,6 +17,7 @@ __all__ = ["CpuSplit", "CudaSplit", "Pieces", "Split"]
 LEAST = 1 << 24
 """Elements of x or y from which a problem is large: 64 MB of f32. Splitting smaller ones saves little memory."""
 _MOST = 1024  # pieces
+_COUNTED = 2**31 - 2**20  # elements that engines which count in 32 bits take, with some to spare for their tiles
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,10 @@ class Split(Rewrite):
             yield f"x is {problem.x_shape} and y {problem.y_shape}; wanted several images or rows"
 
     def ways(self, problem: Problem, device: Device) -> Iterator[Pieces]:
-        images = problem.n
-        while images > 1:
-            images = -(-images // 2)
-            if -(-problem.n // images) <= _MOST:
-                yield Pieces(images, 1)
-        bands, rows = 2, _rows(problem)[1]
-        while bands <= min(rows, _MOST // problem.n):
-            yield Pieces(1, bands)
-            bands *= 2
+        # Only pieces that count to 2^31 are of use to those who do, and the others decide which engines are asked.
+        every = list(_ways(problem))
+        small = [way for way in every if _elements(problem, way) < _COUNTED]
+        yield from small or every
 
     def traits(self, problem: Problem, knobs: Rewritten) -> Traits:
         # How many images go together follows the batch; bands of an image do not.
@@ -88,6 +84,28 @@ class Split(Rewrite):
         count = len(_bands(problem, way.bands))
         images = f" of each of {problem.n} images" if problem.n > 1 else ""
         return f"{count} bands of {-(-rows // way.bands)} {name}{images}"
+
+
+def _ways(problem: Problem) -> Iterator[Pieces]:
+    """Halves, quarters and so on, of the batch and then of an image."""
+    images = problem.n
+    while images > 1:
+        images = -(-images // 2)
+        if -(-problem.n // images) <= _MOST:
+            yield Pieces(images, 1)
+    bands, rows = 2, _rows(problem)[1]
+    while bands <= min(rows, _MOST // problem.n):
+        yield Pieces(1, bands)
+        bands *= 2
+
+
+def _elements(problem: Problem, way: Pieces) -> int:
+    """About how many elements the larger of x and y has in a piece, with its halo."""
+    image = max(prod(problem.x_shape[1:]), prod(problem.y_shape[1:]))
+    if way.bands == 1:
+        return image * way.images
+    at, rows = _rows(problem)
+    return image // way.bands + image // rows * problem.dilation[at] * problem.filter[at]
 
 
 def _rows(problem: Problem) -> tuple[int, int]:
