@@ -290,16 +290,16 @@ def test_a_limit_of_memory_leads_to_bands():
 @pytest.mark.parametrize(
     "name, text, words",
     [
-        ("cpu.phases", "n1 c2 h9 w9 k2 r3 s3", "dilation is (1, 1); there is nothing to split"),
-        ("cpu.phases", "n1 c2 h9 w9 k2 r1 s3 dil3,1", "dilation is (3, 1); there is nothing to split"),
+        ("cpu.phases", "n1 c2 h9 w9 k2 r3 s3", "dilation is (1, 1) of a filter (3, 3); wanted more than 1 between taps"),
+        ("cpu.phases", "n1 c2 h9 w9 k2 r1 s3 dil3,1", "dilation is (3, 1) of a filter (1, 3)"),
         ("cpu.phases", "n1 c2 h40 w40 k2 r3 s3 dil9", "phases are 81; wanted at most 64"),
         ("cpu.as_2d", "n1 c2 h9 w9 k2 r3 s3", "rank is 2"),
         ("cpu.as_2d", "n1 c2 d9 h9 w9 k2 t3 r3 s3", "filter is (3, 3, 3) on (9, 9, 9)"),
         ("cpu.groups", "n1 c2 h9 w9 k2 r3 s3", "groups is 1; wanted 2 to 64"),
         ("cpu.groups", "n1 c128 h9 w9 k128 r3 s3 g128", "groups is 128; wanted 2 to 64"),
         ("cpu.groups", "n1 c4 h9 w9 k4 r3 s3 g2", "its engine would be none"),
-        ("cpu.fold_padding", "n1 c2 h9 w9 k2 r3 s3", "padding is ((0, 0), (0, 0)); there is nothing to fold"),
-        ("cpu.fold_padding", "n1 c2 h9 w9 k2 r3 s3 pad1", "wanted an engine that refuses nothing else"),
+        ("cpu.fold_padding", "n1 c2 h9 w9 k2 r3 s3", "padding is ((0, 0), (0, 0)); wanted some"),
+        ("cpu.fold_padding", "n1 c2 h9 w9 k2 r3 s3 pad1", "wanted an engine that refuses it and nothing else"),
         ("cpu.split", "n1 c2 h1 w1 k2 r1 s1", "wanted several images or rows"),
     ],
 )

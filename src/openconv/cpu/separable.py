@@ -122,6 +122,11 @@ class Separable(Wrapper):
         steady = next(self._settings(problem.with_(n=1), device, within, invariant=True)).engines
         for knobs in self._settings(problem, device, within):
             yield TwoPasses(knobs.down, knobs.along, knobs.otherwise, knobs.engines == steady)
+        names = zip((*_passes(problem), problem), steady, strict=True)
+        choices = [_invariant(p, device, (*within, self.kind), [Choice(name, None)]) for p, name in names]
+        if all(choices):
+            (down,), (along,), (otherwise,) = choices
+            yield TwoPasses(down, along, otherwise, True)
 
     def _settings(
         self, problem: Problem, device: Device, within: tuple[str, ...], invariant: bool = False
@@ -205,13 +210,14 @@ def _best(
 def _invariant(
     problem: Problem, device: Device, within: tuple[str, ...], choices: Iterable[Choice]
 ) -> tuple[Choice, ...]:
-    """The first choice that has knobs whose bits no batch changes, with these. There is one: cpu.naive."""
+    """The first choice whose engine has knobs whose bits no batch changes, with these. Of all choices there is one:
+    cpu.naive."""
     for choice in choices:
         engine = named(choice.engine)
-        for knobs in (choice.knobs, *settings_of(engine, problem, device, within)):
+        for knobs in settings_of(engine, problem, device, within):
             if engine.traits(problem, knobs).batch_invariant:
                 return (Choice(choice.engine, knobs),)
-    raise AssertionError(f"no engine is batch-invariant for '{problem}'")
+    return ()
 
 
 def _least(problem: Problem, device: Device, choices: Iterable[Choice]) -> Choice:

@@ -23,9 +23,9 @@ class FoldPadding(Rewrite):
 
     def needs(self, problem: Problem, device: Device) -> Iterator[str]:
         if not any(map(any, problem.padding)):
-            yield f"padding is {problem.padding}; there is nothing to fold"
+            yield f"padding is {problem.padding}; wanted some"
         elif not any(_for_padding(e, problem, device) for e in _refusing(engines(device.kind), device)):
-            yield f"padding is {problem.padding}; wanted an engine that refuses nothing else"
+            yield f"padding is {problem.padding}; wanted an engine that refuses it and nothing else"
         elif any(_mine(problem, at)[1] < 1 for at in range(problem.rank)):
             yield f"padding is {problem.padding} on {problem.spatial}; wanted windows that see the image"
 

@@ -34,7 +34,7 @@ class Phases(Rewrite):
     def needs(self, problem: Problem, device: Device) -> Iterator[str]:
         pairs = zip(problem.dilation, problem.filter, strict=True)
         if max(problem.dilation) == 1 or all(dil == 1 or taps == 1 for dil, taps in pairs):
-            yield f"dilation is {problem.dilation}; there is nothing to split for a filter of {problem.filter}"
+            yield f"dilation is {problem.dilation} of a filter {problem.filter}; wanted more than 1 between taps"
             return
         axes = [_axis(problem, at, problem.out[at]) for at in range(problem.rank)]
         count = prod(len(axis.x) for axis in axes)

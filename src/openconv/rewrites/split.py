@@ -87,16 +87,17 @@ class Split(Rewrite):
 
 
 def _ways(problem: Problem) -> Iterator[Pieces]:
-    """Halves, quarters and so on, of the batch and then of an image."""
-    images = problem.n
-    while images > 1:
-        images = -(-images // 2)
-        if -(-problem.n // images) <= _MOST:
-            yield Pieces(images, 1)
+    """Halves, eighths and so on of the batch, single images, and these in bands."""
+    parts = 2
+    while parts < problem.n and parts <= _MOST:
+        yield Pieces(-(-problem.n // parts), 1)
+        parts *= 4
+    if 1 < problem.n <= _MOST:
+        yield Pieces(1, 1)
     bands, rows = 2, _rows(problem)[1]
     while bands <= min(rows, _MOST // problem.n):
         yield Pieces(1, bands)
-        bands *= 2
+        bands *= 2 if bands < 8 else 4
 
 
 def _elements(problem: Problem, way: Pieces) -> int:
