@@ -175,10 +175,9 @@ def test_they_run_where_they_are_named_alone():
     assert any(step.startswith("run cuda.phases: 4 phases of dilation (2, 2), ") for step in told.steps)
 
 
-def test_kernels_inside_are_compiled_ahead():
+def test_kernels_are_those_of_what_is_inside():
     problem = make("n8 c64 h56 w56 k64 r3 s3 pad2 dil2", dtype="f16", layout="nhwc")
-    found = {variant.engine for variant in variants([problem], ["sm_90a"])}
-    assert "cuda.phases" in found or any(name.startswith("cuda.igemm") for name in found)
+    assert not any(variant.engine == "cuda.phases" for variant in variants([problem], ["sm_90a"]))
     device = device_for("sm_90a")
     knobs = next(iter(engine_named("cuda.phases").knobs(problem, device)))
     made = with_knobs(engine_named("cuda.phases"), problem, knobs)

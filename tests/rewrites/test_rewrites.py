@@ -290,7 +290,11 @@ def test_a_limit_of_memory_leads_to_bands():
 @pytest.mark.parametrize(
     "name, text, words",
     [
-        ("cpu.phases", "n1 c2 h9 w9 k2 r3 s3", "dilation is (1, 1) of a filter (3, 3); wanted more than 1 between taps"),
+        (
+            "cpu.phases",
+            "n1 c2 h9 w9 k2 r3 s3",
+            "dilation is (1, 1) of a filter (3, 3); wanted more than 1 between taps",
+        ),
         ("cpu.phases", "n1 c2 h9 w9 k2 r1 s3 dil3,1", "dilation is (3, 1) of a filter (1, 3)"),
         ("cpu.phases", "n1 c2 h40 w40 k2 r3 s3 dil9", "phases are 81; wanted at most 64"),
         ("cpu.as_2d", "n1 c2 h9 w9 k2 r3 s3", "rank is 2"),

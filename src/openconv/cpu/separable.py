@@ -92,11 +92,12 @@ class Separable(Wrapper):
         if problem.rank != 2:
             yield f"rank is {problem.rank}; wanted 2 spatial axes"
             return
-        if problem.direction == "wgrad":
-            yield "direction is wgrad; the gradient of a filter is no product"
         if not problem.groups == problem.c == problem.k or not 1 <= problem.c <= _MOST_CHANNELS:
             sizes = f"C, K and groups are {problem.c}, {problem.k} and {problem.groups}"
             yield f"{sizes}; wanted 1 to {_MOST_CHANNELS} channels with a filter each"
+            return  # ordinary layers are all told in one sentence
+        if problem.direction == "wgrad":
+            yield "direction is wgrad; the gradient of a filter is no product"
         if math.prod(problem.filter) < _LEAST_TAPS or min(problem.filter) < 2:
             yield f"filter is {problem.filter}; wanted at least {_LEAST_TAPS} taps on two axes"
         if problem.macs < _LEAST_MACS:
