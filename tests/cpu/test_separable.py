@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 import openconv
 from openconv.autotune import shortlist
 from openconv.cpu import separable
+from openconv.cpu.filter2d import Filter2d
 from openconv.cpu.separable import Separable, _compiled
 from openconv.engine import engine_named
 from openconv.plan import forget_plans
@@ -236,6 +238,24 @@ def test_same_bits_every_time_and_in_any_batch():
         for p, x in ((problem, a), (problem.with_(n=1), a[2:3].clone()))
     )
     assert torch.equal(whole[2:3], one)
+
+
+def test_strict_accuracy_leaves_out_passes_that_are_no_plain_sums(monkeypatch):
+    """As those of an FFT, which may be the quickest for long filters."""
+    problem = make(PASSES[0])
+    best = choose(problem, this_device(), Policy(engine=ENGINE.name))
+    assert best.knobs.engines == ("cpu.filter2d",) * 3
+    traits = Filter2d.traits
+
+    def mixed(self, *given):
+        return dataclasses.replace(traits(self, *given), plain_sum=False)
+
+    monkeypatch.setattr(Filter2d, "traits", mixed)
+    assert not choose(problem, this_device(), Policy(engine=ENGINE.name)).traits.plain_sum
+    strict = choose(problem, this_device(), Policy(engine=ENGINE.name, accuracy="strict"))
+    assert strict.traits.plain_sum
+    assert "cpu.filter2d" not in strict.knobs.engines
+    check_engine(ENGINE, problem, candidate=strict)
 
 
 def test_a_limit_on_the_workspace_is_kept():

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numba
@@ -148,9 +148,13 @@ class Separable(Wrapper):
         first, second = passes[0][0], passes[1][0]
         for otherwise in others:
             yield TwoPasses(first, second, otherwise)
+        # For limits: the best passes, those that are plain sums, and those of the least workspace.
+        pairs = [(first, second)]
+        for wanted in (_plain, functools.partial(_least, device=device)):
+            pairs.append((wanted(down, passes[0]), wanted(along, passes[1])))
         for otherwise in others:
             for knobs in settings_of(named(otherwise.engine), problem, device, inside):
-                for a, b in ((first, second), (_least(down, device, passes[0]), _least(along, device, passes[1]))):
+                for a, b in dict.fromkeys(pairs):
                     yield TwoPasses(a, b, Choice(otherwise.engine, knobs))
 
     def cost(self, problem: Problem, device: Device, knobs: TwoPasses) -> float:
@@ -221,7 +225,13 @@ def _invariant(
     return ()
 
 
-def _least(problem: Problem, device: Device, choices: Iterable[Choice]) -> Choice:
+def _plain(problem: Problem, choices: Sequence[Choice]) -> Choice:
+    """The first choice that is a plain sum of products. There is one: cpu.naive."""
+    plain = (c for c in choices if named(c.engine).traits(problem, c.knobs).plain_sum)
+    return next(plain, choices[0])
+
+
+def _least(problem: Problem, choices: Sequence[Choice], device: Device) -> Choice:
     """The choice that needs the least workspace."""
     return min(choices, key=lambda c: named(c.engine).workspace_bytes(problem, device, c.knobs))
 
