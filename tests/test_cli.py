@@ -22,6 +22,7 @@ from openconv.engine import engines
 from openconv.files import write_atomic
 from openconv.pictures import KERNELS, Picture, filter_picture, make_kernel, read_kernel, read_picture, write_picture
 from openconv.png16 import read_png16, write_png16
+from openconv.rewrites.base import Wrapper
 
 LINE = "fprop n2 c6 h9 w8 k4 r3 s3 pad1 f32 nchw"
 
@@ -380,7 +381,9 @@ def test_demo_leaves_a_page_that_needs_nothing_else(tmp_path):
     results = json.loads((tmp_path / "demo" / "results.json").read_text())
     assert results["wrong"] == []
     assert [check["name"] for check in results["checks"]] == [e.name for e in engines() if e.device == "cpu"]
-    assert all(check["taken"] > 0 for check in results["checks"])
+    others = {e.name for e in engines("cpu") if isinstance(e, Wrapper)}  # some are for large problems alone
+    assert all(check["taken"] > 0 for check in results["checks"] if check["name"] not in others)
+    assert {check["name"] for check in results["checks"] if check["taken"]} & others
     assert all(layer["seconds"][layer["chosen"]]["median"] > 0 for layer in results["layers"])
     assert "openconv explain" in result.stdout
     edges, scene = (np.asarray(Image.open(tmp_path / "demo" / f"{n}.png")) for n in ("sobel", "scene"))

@@ -101,7 +101,7 @@ def test_times_of_other_code_are_not_used():
 
 
 def test_an_engine_s_version_follows_its_code_and_not_its_comments(tmp_path):
-    from openconv.engine import _code_digest
+    from openconv.engine import code_digest
 
     code = 'from .beside import x\n\n\ndef f():\n    """Says."""\n    return x  # why\n'
     path = tmp_path / "engine.py"
@@ -109,8 +109,8 @@ def test_an_engine_s_version_follows_its_code_and_not_its_comments(tmp_path):
     def version(text: str, beside: str = "x = 1\n") -> str:
         (tmp_path / "beside.py").write_text(beside)
         path.write_text(text)
-        _code_digest.cache_clear()
-        return _code_digest(str(path))
+        code_digest.cache_clear()
+        return code_digest(str(path))
 
     first = version(code)
     assert first == version(code.replace("Says.", "Says more.\n\n    At length.").replace("why", "why not"))

@@ -30,6 +30,7 @@ __all__ = [
     "Runner",
     "Traits",
     "UnsupportedProblem",
+    "code_digest",
     "engine_named",
     "engines",
     "find_engine",
@@ -41,6 +42,12 @@ ENGINES = (
     "openconv.cpu.gemm_1x1:Gemm1x1",
     "openconv.cpu.direct:Direct",
     "openconv.cpu.im2col_gemm:Im2colGemm",
+    "openconv.cpu.separable:Separable",
+    "openconv.rewrites.as_2d:CpuAs2d",
+    "openconv.rewrites.phases:CpuPhases",
+    "openconv.rewrites.groups:CpuGroups",
+    "openconv.rewrites.fold_padding:CpuFoldPadding",
+    "openconv.rewrites.split:CpuSplit",
     "openconv.cpu.naive:Naive",
     "openconv.cuda.filter2d:Filter2d",
     "openconv.cuda.depthwise:Depthwise",
@@ -56,6 +63,11 @@ ENGINES = (
     "openconv.cuda.gemm_1x1:Gemm1x1",
     "openconv.cuda.tiled:Tiled",
     "openconv.cuda.im2col_gemm:Im2colGemm",
+    "openconv.rewrites.as_2d:CudaAs2d",
+    "openconv.rewrites.phases:CudaPhases",
+    "openconv.rewrites.groups:CudaGroups",
+    "openconv.rewrites.fold_padding:CudaFoldPadding",
+    "openconv.rewrites.split:CudaSplit",
     "openconv.cuda.naive:Naive",
 )
 """Every engine as ``module:class``, imported at the first choice. Ties in predicted cost go to the earlier one; the
@@ -82,6 +94,11 @@ class Knobs:
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in vars(self).items()) or "-"
+
+    def like(self, other: Knobs) -> bool:
+        """Whether what these of one problem take says something of the others, at the same place of the list of a
+        neighbour."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -115,6 +132,8 @@ class Engine(ABC):
     """Whether the runner computes prologues, other results of an epilogue and statistics itself."""
     proven: ClassVar[bool] = True
     """Whether it has passed its tests on a device of its kind. One that has not runs only where it is named."""
+    by_values: ClassVar[bool] = False
+    """Whether its time depends on what the filter holds, so that measuring it on random numbers says nothing."""
 
     @abstractmethod
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
@@ -144,6 +163,10 @@ class Engine(ABC):
     def build(self, problem: Problem, device: Device, knobs: Any) -> Runner:
         """Compile for this problem; the runner may be called from several threads at once."""
 
+    def told(self, problem: Problem, knobs: Any) -> str:
+        """What a run consists of, for ``explain``, where its knobs alone do not say it."""
+        return ""
+
     def reasons(self, problem: Problem, device: Device, knobs: Any) -> tuple[str, ...]:
         """How its prediction comes about, a sentence each, for ``explain``."""
         return ()
@@ -162,7 +185,7 @@ class Engine(ABC):
     def version(self) -> str:
         """A digest of the code that runs: its file and those beside it that it imports, without comments, docstrings
         and the cost model. A measured time holds for one version."""
-        return _code_digest(self.source)
+        return code_digest(self.source)
 
 
 # What starts a line is looked for with the end of the line before, many times faster than with ^.
@@ -172,7 +195,7 @@ _BEYOND = ("launch", "jit", "device")  # what surrounds a CUDA kernel and does n
 
 
 @cache
-def _code_digest(source: str) -> str:
+def code_digest(source: str) -> str:
     """Digest of a module's code, of the modules beside it that it reaches, and of the CUDA files that these name."""
     texts: dict[str, str] = {}
     wanted = [Path(source)]
@@ -215,7 +238,8 @@ def engines(kind: str = "") -> tuple[Engine, ...]:
     wait for what the CPU's are built with."""
 
     def wanted(entry: str) -> bool:
-        return not kind or not entry.startswith("openconv.") or entry.startswith(f"openconv.{kind}.")
+        module = entry.removeprefix("openconv.")
+        return not kind or module == entry or module.startswith((f"{kind}.", "rewrites."))
 
     found = [_load(entry) for entry in ENGINES if wanted(entry)]
     return tuple(engine for engine in found if kind in ("", engine.device))

@@ -290,7 +290,9 @@ def _steps(problem: Problem, core: Problem, candidate: Candidate, bias: str | No
         fused = f" with {core.epilogue}"
     if core.is_fused:
         fused = f" with {core.fusion}"
-    steps.append(f"run {candidate.engine.name} {times}[{candidate.knobs}]{fused}")
+    told = candidate.engine.told(core, candidate.knobs)
+    name = candidate.engine.name
+    steps.append(f"run {name}: {times}{told}{fused}" if told else f"run {name} {times}[{candidate.knobs}]{fused}")
     if not rest.is_identity:
         steps.append(f"evaluate {rest} with torch")
     have, want = core.result_dtype, problem.result_dtype

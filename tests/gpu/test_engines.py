@@ -33,7 +33,7 @@ ENGINES = [engine for engine in engines() if engine.device == "cuda"]
 each_engine = pytest.mark.parametrize("engine", ENGINES, ids=[engine.name for engine in ENGINES])
 FLOATS = ("f32", "f16", "bf16", "f64")
 FORWARD_ONLY = ("cuda.patch_rows", "cuda.patches")
-OF_ITS_OWN = ("cuda.pixels",)  # it takes none of the shared problems: tests/gpu/test_pixels.py
+OF_ITS_OWN = ("cuda.pixels", "cuda.split")  # they take none of the shared problems: tests/gpu has a file for each
 # Kernels are compiled for each problem: tests in parts are shared out evenly between processes.
 PARTS = 4
 each_part = pytest.mark.parametrize("part", range(PARTS))

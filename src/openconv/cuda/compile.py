@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ..engine import Engine, engines
 from ..plan import lower
 from ..problem import Problem
+from ..rewrites.base import Wrapper
 from . import jit
 from .device import CudaDevice, device_for
 
@@ -94,7 +95,8 @@ def variants(problems: Iterable[Problem], archs: Iterable[str], *, chosen: bool 
     from ..select import Policy, rank
 
     policy, problems = Policy(tuning="off"), list(problems)
-    unproven = [engine.name for engine in engines("cuda") if not engine.proven]
+    # Rewrites have no kernels of their own: those inside are other engines'.
+    unproven = [e.name for e in engines("cuda") if not e.proven and not isinstance(e, Wrapper)]
     found: dict[tuple[str, jit.Source], Variant] = {}
     for arch in archs:
         device = device_for(arch)

@@ -24,6 +24,7 @@ _SHAPES = {
     "dilated": "c3 k4 f3 dil2 pad2",
     "1x1": "c9 k8 f1",
     "patches": "c3 k8 f4 stride4",
+    "padded patches": "c3 k8 f4 stride4 pad2",
     "grouped": "c8 k12 f3 pad1 g4",
     "depthwise": "c6 k6 f3 pad1 g6",
     "strided depthwise": "c6 k6 f5 stride2 pad2 g6",
@@ -31,7 +32,7 @@ _SHAPES = {
     "one channel": "c1 k1 f5 pad2",
     "epilogue": "c4 k4 f3 pad1 +bias+relu",
 }
-_QUICK = ("plain", "1x1", "patches", "depthwise", "one channel")
+_QUICK = ("plain", "dilated", "padded patches", "1x1", "patches", "depthwise", "one channel")
 _SIZES = {1: "w301", 2: "h27 w131", 3: "d6 h7 w37"}
 _TAPS = {1: ("s",), 2: ("r", "s"), 3: ("t", "r", "s")}
 

@@ -65,13 +65,18 @@ class Refusal:
     reasons: tuple[str, ...]
 
 
-def rank(problem: Problem, device: Device, policy: Policy) -> tuple[list[Candidate], list[Refusal]]:
-    """All engines of the device: those that may run, quickest first, and those that may not."""
+def rank(
+    problem: Problem, device: Device, policy: Policy, *, without: str = ""
+) -> tuple[list[Candidate], list[Refusal]]:
+    """All engines of the device: those that may run, quickest first, and those that may not. ``without`` names one that
+    is passed over."""
     accepted: list[Candidate] = []
     refused: list[Refusal] = []
     known = known_of(problem, device, policy)
     names = _forced(policy)
     for engine in engines(device.kind):
+        if engine.name == without:
+            continue
         found: Candidate | Refusal = Refusal(engine, (_UNPROVEN.format(engine.name),))
         if engine.proven or engine.name in names:
             found = _admit(engine, problem, device, policy, known)
@@ -114,11 +119,13 @@ def _forced(policy: Policy) -> list[str]:
 
 def search(problem: Problem, device: Device, policy: Policy) -> list[Candidate]:
     """Every engine with every set of its knobs that the policy allows, the cheapest prediction first: what a tuner may
-    measure. Of each engine the default knobs come before others of the same prediction."""
+    measure. Of each engine the default knobs come before others of the same prediction. Engines whose time follows from
+    the values of a filter are left out unless they are named."""
     found: list[Candidate] = []
     names = _forced(policy)
     for engine in engines(device.kind):
-        if not (engine.proven or engine.name in names) or next(_refusals(engine, problem, device), None):
+        wanted = engine.name in names or (engine.proven and not engine.by_values)
+        if not wanted or next(_refusals(engine, problem, device), None):
             continue
         texts: set[str] = set()
         for candidate, broken in _settings(engine, problem, device, policy):
@@ -198,9 +205,9 @@ def _measured(engine: Engine, problem: Problem, device: Device, policy: Policy, 
     fitting: list[Candidate] = []
     if known.distance:
         other = Problem.parse(known.problem)
-        theirs = [(times.get(str(knobs)), engine.cost(other, device, knobs)) for knobs in engine.knobs(other, device)]
-        for (candidate, broken), (took, cost) in zip(ours, theirs, strict=False):
-            if took and not broken:
+        for (candidate, broken), knobs in zip(ours, engine.knobs(other, device), strict=False):
+            if (took := times.get(str(knobs))) and not broken and candidate.knobs.like(knobs):
+                cost = engine.cost(other, device, knobs)
                 fitting.append(replace(candidate, known=known, scaled=candidate.cost * took / cost))
     else:
         for candidate, broken in ours:
