@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
 from ..prepared import prepared
-from ..problem import DTYPE_BYTES, Problem
+from ..problem import Problem
 from ..tensors import DTYPES
 from . import direct_kernels as kernels
 from .direct_plan import Cut, Geometry, geometry_of
@@ -85,7 +85,7 @@ def _type(problem: Problem) -> type:
     return np.float32 if problem.result_dtype == "f32" else np.float64
 
 
-# -- sizes --------------------------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------------------------
 
 
 def _shapes(lanes: int, size: int) -> dict[int, tuple[int, ...]]:
@@ -155,7 +155,6 @@ def _line(geometry: Geometry) -> tuple[str, int]:
 @lru_cache(1024)
 def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
     geometry = geometry_of(problem)
-    lanes = _lanes(device, geometry.size)
     ways = ["place", "own"] if geometry.inside else ["own"]
     found = []
     for at, (_, rows, across) in enumerate(_blocks(problem, device)):
@@ -237,11 +236,16 @@ def _cost(problem: Problem, device: Device, knobs: Tile) -> float:
         _, line = _line(geometry)
         lines = geometry.i * taps / line
         steps = lines * _line_cycles(line, knobs.rows, knobs.across) * prod(geometry.outputs) * geometry.n
-        copies = geometry.n * (geometry.i * prod(geometry.inputs) + geometry.o * prod(geometry.outputs)) * geometry.g
-        ordered = 2.0 * taps * geometry.i * geometry.o * geometry.g
-        passes = cut.tiles / geometry.g
-        ordered += 2.0 * passes * taps * geometry.i * geometry.o * geometry.g * 0.25
-        arithmetic = cycle * steps * cut.blocks * geometry.g
+        # Tiles of x and dy are laid out anew by every task: some 8 cycles a vector of dy, which is transposed, 3 of x.
+        ranges = cut.ranges[0]
+        times = _line_ranges(cut, round(lines))[0]
+        pixels = geometry.n * geometry.g * times / lanes
+        laid = 8 * geometry.o * prod(geometry.outputs) + 3 * ranges * geometry.i * prod(geometry.inputs)
+        copies = cycle * pixels * laid
+        ordered = taps * geometry.i * geometry.o * (2.0 * geometry.g + 0.5 * cut.tiles)
+        arithmetic = cycle * steps * cut.blocks * geometry.g + copies
+        moved = ordered * size / (device.bandwidth * 3)
+        tasks = geometry.g * ranges * times
     else:
         rows = geometry.n * prod(geometry.outputs[:2])
         phases = prod(len(axes) for axes in geometry.axes)
@@ -250,14 +254,14 @@ def _cost(problem: Problem, device: Device, knobs: Tile) -> float:
         fill = cut.slot_bytes / size * cut.tiles / max(cut.images, 1) * cut.images
         copies = 2.0 * fill + 2.0 * geometry.n * geometry.o * geometry.g * prod(geometry.outputs)
         ordered = 2.0 * cut.filter_elements
-    tasks = max(1, cut.tiles * cut.ranges[0])
+        moved = (copies + ordered) * size / (device.bandwidth * 3)
+        tasks = max(1, cut.tiles * cut.ranges[0])
     balance = -(-tasks // device.threads) * device.threads / tasks if device.threads > 1 else 1.0
-    moved = (copies + ordered) * size / (device.bandwidth * 3)
     memory = problem.min_bytes / device.bandwidth * 0.5
     return 12e-6 + max(arithmetic / device.threads * balance * 1.04 + moved, memory)
 
 
-# -- fprop and dgrad ---------------------------------------------------------------------------------------------------
+# -- fprop and dgrad -------------------------------------------------------------------------------------------------
 
 
 def _build(problem: Problem, cut: Cut) -> Runner:
@@ -306,11 +310,11 @@ def _plan(cut: Cut) -> tuple[Tensor, Tensor]:
     return torch.tensor(cut.plan(offsets.data_ptr(), []), dtype=torch.int64), offsets
 
 
-def _order(problem: Problem, cut: Cut):  # type: ignore[no-untyped-def]
+def _order(problem: Problem, cut: Cut) -> Callable[[Tensor, Tensor, int], None]:
     """What puts filters into the order of the loop: ``order(w, out, threads)``."""
     T, geometry, size = _type(problem), cut.geometry, cut.geometry.size
     taps, places = prod(geometry.filter), cut.filter_places()
-    I, O, blocks, tasks = geometry.i, geometry.o, cut.blocks, geometry.g * cut.blocks  # noqa: E741
+    I, O, blocks, tasks = geometry.i, geometry.o, cut.blocks, geometry.g * cut.blocks
     last = problem.layouts[1] == "nhwc"
     if problem.direction == "dgrad" and (last or taps == 1):
         # w[k, tap, c]: the channels of dx lie side by side.
@@ -347,13 +351,26 @@ def _order(problem: Problem, cut: Cut):  # type: ignore[no-untyped-def]
     return order_squares
 
 
-# -- wgrad ----------------------------------------------------------------------------------------------------------------
+# -- wgrad -----------------------------------------------------------------------------------------------------------
+
+
+def _line_ranges(cut: Cut, lines: int) -> tuple[int, int]:
+    """Parts of the lines that make tasks of their own, and lines of each: as few as keep all threads busy, since each
+    part copies the images anew."""
+    others = cut.geometry.g * cut.ranges[0]
+    for parts in range(1, min(lines, 4 * cut.threads)):
+        each = -(-lines // parts)
+        tasks = others * -(-lines // each)
+        if -(-tasks // cut.threads) * cut.threads <= 1.15 * tasks:
+            return -(-lines // each), each
+    each = -(-lines // max(1, min(lines, 4 * cut.threads // others)))
+    return -(-lines // each), each
 
 
 def _build_gradient(problem: Problem, cut: Cut) -> Runner:
     T, geometry = _type(problem), cut.geometry
     dtype, size, lanes = DTYPES[problem.result_dtype], cut.geometry.size, cut.lanes
-    taps, I, O, last = prod(geometry.filter), geometry.i, geometry.o, geometry.channels_last  # noqa: E741
+    taps, I, O, last = prod(geometry.filter), geometry.i, geometry.o, geometry.channels_last
     T_, R, S = geometry.filter
     plan, tables = _plan(cut)
     (depth,), (height,), (width,) = geometry.axes
@@ -385,9 +402,7 @@ def _build_gradient(problem: Problem, cut: Cut) -> Runner:
     regions = _regions(problem, cut)
     nothing = torch.zeros(cut.across * lanes, dtype=dtype)
     ranges, team = cut.ranges[0], 1 if problem.macs < 20_000 else cut.threads
-    line_ranges = min(len(lines), max(1, -(-4 * cut.threads // (geometry.g * ranges)))) if cut.threads > 1 else 1
-    range_lines = -(-len(lines) // line_ranges)
-    line_ranges = -(-len(lines) // range_lines)
+    line_ranges, range_lines = _line_ranges(cut, len(lines))
 
     def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None) -> None:
         sums, _, memory, _ = Region.split(workspace, regions, dtype)

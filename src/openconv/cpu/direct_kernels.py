@@ -13,9 +13,9 @@ zeros for the padding, so that no term needs a question; slots stay in the secon
 filters in the first while all pixels of the tile pass by. Sums wait in `sums` between chunks, and are laid out as the
 result wants them at the end: rows of vectors in nhwc, squares that are transposed in nchw.
 
-A plan is a table of int64 (`direct_plan.py` fills it): a head of `HEAD` words, then `PHASE` words for each phase of rows,
-then `COLUMN` words for each of its phases of columns. fprop has one of each; a dgrad of stride s has s along each axis,
-one for each remainder of a position in dx modulo s, with the taps that meet it.
+A plan is a table of int64 (`direct_plan.py` fills it): a head of `HEAD` words, then `PHASE` words for each phase of
+rows, then `COLUMN` words for each of its phases of columns. fprop has one of each; a dgrad of stride s has s along each
+axis, one for each remainder of a position in dx modulo s, with the taps that meet it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Head:
     """Words of the head. Sizes: I, O of channels of a group in the input and the result; D H W of the input; OD OH OW
     of the result. A tile has IMAGES images, ROWS rows and COLUMNS columns, counted in outputs of a phase."""
 
-    N, G, I, O = 0, 1, 2, 3  # noqa: E741
+    N, G, I, O = 0, 1, 2, 3
     D, H, W = 4, 5, 6
     OD, OH, OW = 7, 8, 9
     IMAGES, ROWS, COLUMNS = 10, 11, 12
@@ -137,7 +137,7 @@ _C_START, _C_COUNT, _C_TERMS, _C_OFFSETS, _C_FILTERS = (
 )
 
 
-# ---- rows of vectors at places that a table gives ---------------------------------------------------------------
+# ---- rows of vectors at places that a table gives ------------------------------------------------------------------
 
 
 @intrinsic(prefer_literal=True)
@@ -182,7 +182,7 @@ def store_table(typingctx, block, base, table, scale, count):
     return types.void(block, *[types.int64] * 4), codegen
 
 
-# ---- the inner loop -----------------------------------------------------------------------------------------------
+# ---- the inner loop ------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -262,7 +262,7 @@ def _filler(T: type, CHANNELS_LAST: bool) -> Any:
 
     @inline
     def fill_slot(plan, phase, x, slot, image, images, group, depth, row, rows, column):
-        D, H, W, I = _word(plan, _D), _word(plan, _H), _word(plan, _W), _word(plan, _I)  # noqa: E741
+        D, H, W, I = _word(plan, _D), _word(plan, _H), _word(plan, _W), _word(plan, _I)
         G, width, pixel = _word(plan, _G), _word(plan, _WIDTH), _word(plan, _PIXEL)
         taps, source = _word(phase, _TAPS), _word(phase, _H_SOURCE)
         first_h = row * source * _word(phase, _H_SLOT) + _word(phase, _H_FIRST)
@@ -416,7 +416,7 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                     place += row * _word(phase, _H_SLOT) * _word(phase, _ROW)
                     slot = x + (place + column * stride * pixel) * SIZE
                 # Where the tile's results begin, and the distances of images, rows, and pixels or channels there.
-                OD, OH, OW, O = _word(plan, _OD), _word(plan, _OH), _word(plan, _OW), _word(plan, _O)  # noqa: E741
+                OD, OH, OW, O = _word(plan, _OD), _word(plan, _OH), _word(plan, _OW), _word(plan, _O)
                 d = _word(phase, _D_START) + depth * _word(phase, _D_STEP)
                 h = _word(phase, _H_START) + row * _word(phase, _H_STEP)
                 wide = G * O if CHANNELS_LAST else 1
@@ -492,7 +492,7 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
     return convolve
 
 
-# ---- filters in the order of the loop ---------------------------------------------------------------------------------
+# ---- filters in the order of the loop ------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -551,8 +551,8 @@ def filter_rows_kernel(T: type, ACROSS: int) -> Kernel:
     """Filters whose channels of the result lie side by side: vectors are copied.
 
     Arguments: tasks, w, filters, blocks of a group, channels of the result in a group, terms, bytes from a group to the
-    next, table, terms of a task. The table has for each term its place in w, its place in the filters and the distance of the blocks
-    there.
+    next, table, terms of a task. The table has for each term its place in w, its place in the filters and the distance
+    of the blocks there.
     """
     L, SIZE = lanes(T), np.dtype(T).itemsize
 
@@ -584,13 +584,13 @@ def filter_rows_kernel(T: type, ACROSS: int) -> Kernel:
     return order_filter_rows
 
 
-# ---- wgrad ----------------------------------------------------------------------------------------------------------
+# ---- wgrad ---------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool) -> Kernel:
-    """wgrad into ordered sums. Arguments: tasks, x, dy, sums, memory of the threads, plan, pitch, offsets of the pixels,
-    lines, rows of a line, offsets of the lines, ranges of lines, lines of a range.
+    """wgrad into ordered sums. Arguments: tasks, x, dy, sums, memory of the threads, plan, pitch, offsets of the
+    pixels, lines, rows of a line, offsets of the lines, ranges of lines, lines of a range, a row of zeros.
 
     A line is a run of rows whose scalars lie a pitch apart: the channels of x under one tap, or taps. A task owns the
     lines of a range and the blocks of a range of dy's channels in one group, and goes over all tiles in order, so that
@@ -606,7 +606,7 @@ def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
     @inline
     def gather(plan, dy, target, image, images, group, k, depth, row, rows, column, columns):
         """A tile of dy, pixel by pixel."""
-        G, O = _word(plan, _G), _word(plan, _O)  # noqa: E741
+        G, O = _word(plan, _G), _word(plan, _O)
         OD, OH, OW = _word(plan, _OD), _word(plan, _OH), _word(plan, _OW)
         run = rows * columns  # one run: either whole rows, or a part of one
         for b in range(images):

@@ -126,7 +126,7 @@ class Cut:
     threads: int
     gradient: bool = False
 
-    # -- sizes --------------------------------------------------------------------------------------------------------
+    # -- sizes -------------------------------------------------------------------------------------------------------
 
     @property
     def vector_bytes(self) -> int:
@@ -231,7 +231,7 @@ class Cut:
         """Terms whose vectors stay in the first-level cache, half of 32 KiB, while the pixels of a tile pass by."""
         return max(16, (16 << 10) // self.vector_bytes)
 
-    # -- tables -------------------------------------------------------------------------------------------------------
+    # -- tables ------------------------------------------------------------------------------------------------------
 
     def terms(self) -> list[tuple[tuple[Axis, Axis, Axis], int]]:
         """The phases, and the number of terms of each."""
@@ -269,7 +269,7 @@ class Cut:
         """For each (channel of the input, tap): its place among the ordered filters, and the distance of the blocks."""
         _, R, S = self.geometry.filter
         places: dict[tuple[int, int], tuple[int, int]] = {}
-        begin, I = 0, self.geometry.i  # noqa: E741
+        begin, I = 0, self.geometry.i
         for (d, h, w), terms in self.terms():
             taps = [(t * R + r) * S + s for (t, _), (r, _), (s, _) in product(d.taps, h.taps, w.taps)]
             for at, tap in enumerate(taps):
@@ -304,7 +304,9 @@ class Cut:
         rows = [(d, h) for d in depths for h in heights]
         columns_at = HEAD + PHASE * len(rows)
         depths_at = columns_at + COLUMN * len(rows) * len(widths)
-        words, columns, offsets_of_depth, begin = head, [], [], 0
+        words, begin = head, 0
+        columns: list[int] = []
+        offsets_of_depth: list[int] = []
         for at, (d, h) in enumerate(rows):
             phase = [0] * PHASE
             source, per_output, span = _row_steps(h)
