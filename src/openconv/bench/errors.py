@@ -38,7 +38,10 @@ ROUNDED = "rounded"
 
 _FEW = 16  # channels that are not summed over: a whole block of any engine
 _SIDE = 12  # of an image whose channels are summed over; a line has as many pixels
-_FILTERS = {"1x1": (1, 1), "3x3": (3, 3), "5x5": (5, 5), "7x7": (7, 7), "31": (31,)}
+# Taps, stride and dilation. The last two are for engines that take nothing else: patches, and taps that lie apart.
+_FILTERS = (
+    ((1, 1), 1, 1), ((3, 3), 1, 1), ((5, 5), 1, 1), ((7, 7), 1, 1), ((31,), 1, 1), ((4, 4), 4, 1), ((3, 3), 1, 2),
+)  # fmt: skip
 _DEPTHWISE = (3, 5, 7, 15, 31)
 
 
@@ -111,37 +114,39 @@ class ErrorLedger:
 # -- the problems -----------------------------------------------------------------------------------------------------
 
 
-def error_problems(
-    channels: Sequence[int], directions: Iterable[str], dtypes: Iterable[str], *, depthwise: bool = True
-) -> Iterator[Problem]:
-    """Dense filters of 1x1 to 7x7 and of 31 taps over so many channels, then depthwise ones, in every pass and dtype.
-    A filter gradient has sixteen pixels for each channel that another pass would sum over."""
+def error_problems(channels: Sequence[int], directions: Iterable[str], dtypes: Iterable[str]) -> Iterator[Problem]:
+    """Dense filters of 1x1 to 7x7 and of 31 taps over so many channels, patches of 4x4 and dilated 3x3 ones, then
+    depthwise ones, in every pass and dtype. A filter gradient has sixteen pixels for each channel that another pass
+    would sum over."""
     directions = tuple(directions)
     for dtype in dtypes:
         for direction in directions:
-            for taps in _FILTERS.values():
+            for taps, stride, dilation in _FILTERS:
                 for count in channels:
-                    yield _dense(direction, dtype, taps, count)
-            if depthwise and direction == "wgrad":
+                    yield _dense(direction, dtype, taps, count, stride, dilation)
+            if direction == "wgrad":
                 for count in channels:
                     yield _depthwise(direction, dtype, 3, _pixels(count))
-            elif depthwise:
+            else:
                 for taps_a_side in _DEPTHWISE:
                     yield _depthwise(direction, dtype, taps_a_side, 2 * _SIDE)
 
 
 def _pixels(channels: int) -> int:
-    """Of the side of an image with about 16 pixels a channel."""
-    return math.isqrt(16 * channels)
+    """Of the side of an image with about 16 pixels a channel, four at least: one patch."""
+    return max(4, math.isqrt(16 * channels))
 
 
-def _dense(direction: str, dtype: str, taps: tuple[int, ...], channels: int) -> Problem:
+def _dense(
+    direction: str, dtype: str, taps: tuple[int, ...], channels: int, stride: int = 1, dilation: int = 1
+) -> Problem:  # fmt: skip
     side = _pixels(channels) if direction == "wgrad" else _SIDE
-    spatial = (side,) * 2 if len(taps) == 2 else (side**2,)
+    pad = dilation * (taps[0] // 2) if stride == 1 else 0
     return Problem(
         direction=direction, n=1,
         c=channels if direction == "fprop" else _FEW, k=channels if direction == "dgrad" else _FEW,
-        spatial=spatial, filter=taps, padding=tuple((size // 2, size // 2) for size in taps), dtypes=(dtype,) * 3,
+        spatial=(side,) * 2 if len(taps) == 2 else (side**2,), filter=taps, stride=(stride,) * len(taps),
+        dilation=(dilation,) * len(taps), padding=((pad, pad),) * len(taps), dtypes=(dtype,) * 3,
     )  # fmt: skip
 
 

@@ -39,7 +39,8 @@ def bench_errors(
 ) -> None:
     """Compare every engine that accepts, and torch, with float64, over sums of 4 to 50,000 products.
 
-    Filters of 1x1 to 7x7 and of 31 taps, dense and depthwise. Recorded in errors.jsonl beside the suites.
+    Filters of 1x1 to 7x7 and of 31 taps, patches, dilated and depthwise ones. Each problem is recorded at once, in
+    errors.jsonl beside the suites.
     """
     from ..engine import engine_named
     from ..problem import DIRECTIONS

@@ -138,9 +138,9 @@ def _ratio_text(ratio: float) -> str:
 
 
 def _dark(colour: str) -> bool:
-    """Whether white reads better on it: the luminance of sRGB, with the eye's weights."""
+    """Whether white reads better on it than black: by the luminance of sRGB, with the eye's weights."""
     red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
-    return 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.3
+    return 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.2
 
 
 def _legend(figure: Figure, look: dict[str, Look], peer: str, *, framed: bool, bracketed: bool) -> None:
