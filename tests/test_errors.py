@@ -31,6 +31,7 @@ from openconv.bench.report.drawing import looks
 from openconv.bench.report.errors import draw_errors
 from openconv.bench.report.winners import draw_winners
 from openconv.bench.results import Record, read, write
+from openconv.bench.run import Limits, measure
 from openconv.cli import app
 from openconv.engine import engines
 from openconv.plan import device_of
@@ -230,6 +231,16 @@ def test_the_map_shows_the_fastest_engine_of_each_cell():
     ]
     assert sum(not c.get_fill() for c in cells) == 1  # the frame of the loss
     assert [text.get_text() for axes in figure.axes for text in axes.texts].count("40") == 1
+
+
+def test_a_single_call_of_torch_is_marked_as_one(monkeypatch):
+    small = Problem.parse("fprop n1 c4 h8 w8 k4 r3 s3 pad1 f32 nchw")
+    monkeypatch.setattr("openconv.bench.run._once", lambda call, place, longest: (call(), 99.0))
+    found = measure("map", "cell", small, CPU, Limits(budget=0.001, peers=("torch",)))
+    figure = draw_winners(Run("cpu-x", [found]))
+    assert figure is not None
+    assert [text.get_text()[-1] for text in figure.axes[0].texts] == ["*"]
+    assert "*: by a single call of torch, not verified" in legend(figure)
 
 
 def test_the_map_is_drawn_of_its_own_suite_alone():

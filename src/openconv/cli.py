@@ -1,4 +1,4 @@
-"""The command line: ``openconv explain | engines | doctor | filter | demo | bench | bench-graphs | ...``.
+"""The command line: ``openconv explain | engines | doctor | filter | demo | bench | bench-errors | ...``.
 
 Errors are one line on standard error and exit code 2; a wrong result or a broken installation is exit code 1.
 """

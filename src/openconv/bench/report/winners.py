@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...problem import DIRECTIONS, Problem
-from ..results import Record
+from ..results import CALLED_ONCE, Record
 from .drawing import TEXT, Look, looks, new_figure, style
 from .runs import Run, base_name, problem_of
 
@@ -31,7 +31,8 @@ def map_records(run: Run) -> list[Record]:
 def draw_winners(run: Run) -> Figure | None:
     """The fastest engine by filter size and channels: a row of panels a pass (and dtype), a column a layout, dense and
     depthwise apart. The colour is the engine; the number says how many times as fast as torch it is. Torch is faster
-    where the number stands in a frame; in brackets it is over the runner-up, where torch was not timed."""
+    where the number stands in a frame; in brackets it is over the runner-up, where torch was not timed; with a star it
+    rests on a single call of torch, which took too long for more and was not verified."""
     records = map_records(run)
     if not records:
         return None
@@ -47,19 +48,18 @@ def draw_winners(run: Run) -> Figure | None:
         f"Fastest engine by filter size and channels\n{run.title}",
     )
     panels = figure.subplots(len(rows), len(columns), squeeze=False, width_ratios=widths)
-    framed = bracketed = False
+    marks: set[str] = set()
     for row, line in zip(rows, panels, strict=True):
         for column, axes in zip(columns, line, strict=True):
             own = [record for record in records if (_row(record), _column(record)) == (row, column)]
-            found = _draw_panel(axes, own, channels[column], filters, look, run.reference)
-            framed, bracketed = framed or found[0], bracketed or found[1]
+            marks |= _draw_panel(axes, own, channels[column], filters, look, run.reference)
             if row is rows[0]:
                 axes.set_title(", ".join(column), fontsize=10, color=TEXT, fontweight="bold")
             if row is rows[-1]:
                 axes.set_xlabel("channels", fontsize=9)
         name = row[1] if len({dtype for dtype, _ in rows}) == 1 else ", ".join(row)
         line[0].set_ylabel(f"{name}\nfilter, taps a side", fontsize=9)
-    _legend(figure, look, run.reference, framed=framed, bracketed=bracketed)
+    _legend(figure, look, run.reference, marks)
     return figure
 
 
@@ -98,13 +98,13 @@ def _winner(record: Record) -> str:
 
 def _draw_panel(
     axes: Axes, records: Sequence[Record], channels: list[int], filters: list[int], look: dict[str, Look], peer: str
-) -> tuple[bool, bool]:
-    """Draw the cells; says whether the peer is faster in one, and whether a number in one is in brackets."""
+) -> set[str]:
+    """Draw the cells; returns the marks in use: ``framed``, ``brackets``, ``star``."""
     from matplotlib.patches import Rectangle
 
     style(axes)
     axes.grid(False)
-    framed = bracketed = False
+    marks: set[str] = set()
     for record in records:
         problem, winner = problem_of(record), _winner(record)
         x, y = channels.index(problem.c), filters.index(max(problem.filter))
@@ -112,9 +112,12 @@ def _draw_panel(
         ratio, text = record.ratio(peer, best), ""
         if ratio:
             text = _ratio_text(ratio)
+            if record.notes.get(peer, "").startswith(CALLED_ONCE):
+                text += "*"
+                marks.add("star")
         elif others:
             text = f"({_ratio_text(record.ratio(others[0], best) or 1.0)})"
-            bracketed = True
+            marks.add("brackets")
         own = look[winner]
         axes.add_patch(
             Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, facecolor=own.colour, hatch=own.hatch, linewidth=0,
@@ -124,13 +127,13 @@ def _draw_panel(
         box = {"facecolor": own.colour, "edgecolor": "none", "pad": 0.8} if own.hatch else None
         axes.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink, bbox=box)
         if ratio and ratio < 1:
-            framed = True
+            marks.add("framed")
             axes.add_patch(Rectangle((x - 0.38, y - 0.36), 0.76, 0.72, fill=False, edgecolor=ink, linewidth=1.1))
     axes.set_xlim(-0.6, len(channels) - 0.4)
     axes.set_ylim(-0.6, len(filters) - 0.4)
     axes.set_xticks(range(len(channels)), [str(count) for count in channels])
     axes.set_yticks(range(len(filters)), [str(size) for size in filters])
-    return framed, bracketed
+    return marks
 
 
 def _ratio_text(ratio: float) -> str:
@@ -143,7 +146,7 @@ def _dark(colour: str) -> bool:
     return 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.2
 
 
-def _legend(figure: Figure, look: dict[str, Look], peer: str, *, framed: bool, bracketed: bool) -> None:
+def _legend(figure: Figure, look: dict[str, Look], peer: str, marks: set[str]) -> None:
     from matplotlib.artist import Artist
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -152,8 +155,11 @@ def _legend(figure: Figure, look: dict[str, Look], peer: str, *, framed: bool, b
         Patch(facecolor=own.colour, hatch=own.hatch, edgecolor="#ffffff66", linewidth=0, label=name)
         for name, own in look.items()
     ]
-    texts = [f"number: times as fast as {peer}"]
-    texts += [f"framed: {peer} is faster"] * framed
-    texts += [f"in brackets: over the runner-up, {peer} was not timed"] * bracketed
+    meanings = {
+        "framed": f"framed: {peer} is faster",
+        "brackets": f"in brackets: over the runner-up, {peer} was not timed",
+        "star": f"*: by a single call of {peer}, not verified",
+    }
+    texts = [f"number: times as fast as {peer}", *(text for mark, text in meanings.items() if mark in marks)]
     entries += [Line2D([], [], linestyle="", label=text) for text in texts]
     figure.legend(handles=entries, loc="outside lower center", ncols=min(len(entries), 5), fontsize=8.5, frameon=False)
