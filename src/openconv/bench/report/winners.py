@@ -147,11 +147,9 @@ def _dark(colour: str) -> bool:
 
 
 def _legend(figure: Figure, look: dict[str, Look], peer: str, marks: set[str]) -> None:
-    from matplotlib.artist import Artist
-    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    entries: list[Artist] = [
+    entries = [
         Patch(facecolor=own.colour, hatch=own.hatch, edgecolor="#ffffff66", linewidth=0, label=name)
         for name, own in look.items()
     ]
@@ -161,5 +159,7 @@ def _legend(figure: Figure, look: dict[str, Look], peer: str, marks: set[str]) -
         "star": f"*: by a single call of {peer}, not verified",
     }
     texts = [f"number: times as fast as {peer}", *(text for mark, text in meanings.items() if mark in marks)]
-    entries += [Line2D([], [], linestyle="", label=text) for text in texts]
-    figure.legend(handles=entries, loc="outside lower center", ncols=min(len(entries), 5), fontsize=8.5, frameon=False)
+    width = figure.get_figwidth()
+    figure.supxlabel(("   " if width > 10 else "\n").join(texts), fontsize=8.5, color=TEXT)
+    columns = max(1, min(len(entries), int(width / 1.6)))  # inches: the longest names of engines
+    figure.legend(handles=entries, loc="outside lower center", ncols=columns, fontsize=8.5, frameon=False)
