@@ -217,7 +217,7 @@ def test_the_map_shows_the_fastest_engine_of_each_cell():
     figure = draw_winners(Run("cpu-x", CELLS))
     assert figure is not None
     assert legend(figure) == ["cpu.a", "cpu.b", "cpu.c"]
-    assert figure.get_supxlabel().split("\n") == [
+    assert figure.legends[0].get_title().get_text().split("\n") == [
         "number: times as fast as torch",
         "framed: torch is faster",
         "in brackets: over the runner-up, torch was not timed",
@@ -246,7 +246,7 @@ def test_a_single_call_of_torch_is_marked_as_one(monkeypatch):
     figure = draw_winners(Run("cpu-x", [found]))
     assert figure is not None
     assert [text.get_text()[-1] for text in figure.axes[0].texts] == ["*"]
-    assert "*: by a single call of torch, not verified" in figure.get_supxlabel()
+    assert "*: by a single call of torch, not verified" in figure.legends[0].get_title().get_text()
 
 
 def test_the_map_is_drawn_of_its_own_suite_alone():

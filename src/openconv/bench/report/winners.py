@@ -160,6 +160,8 @@ def _legend(figure: Figure, look: dict[str, Look], peer: str, marks: set[str]) -
     }
     texts = [f"number: times as fast as {peer}", *(text for mark, text in meanings.items() if mark in marks)]
     width = figure.get_figwidth()
-    figure.supxlabel(("   " if width > 10 else "\n").join(texts), fontsize=8.5, color=TEXT)
     columns = max(1, min(len(entries), int(width / 1.6)))  # inches: the longest names of engines
-    figure.legend(handles=entries, loc="outside lower center", ncols=columns, fontsize=8.5, frameon=False)
+    figure.legend(
+        handles=entries, loc="outside lower center", ncols=columns, fontsize=8.5, frameon=False, title_fontsize=8.5,
+        title=("   " if width > 10 else "\n").join(texts),
+    )  # fmt: skip
