@@ -131,7 +131,7 @@ def test_the_suites_that_are_promised_are_there():
         "resnet50", "vgg16", "mobilenet_v2", "efficientnet_b0", "convnext_tiny", "resnext50",
         "stable_diffusion_unet", "stable_diffusion_vae", "deeplab", "wavenet", "mamba", "audio", "video", "patch_embed",
         "dcgan", "depthwise", "first_rungs", "image_filters", "stems", "reported", "reported_cpu", "reported_large",
-        "fused", "overhead", "smoke",
+        "fused", "map", "overhead", "smoke",
     }  # fmt: skip
 
 
@@ -219,6 +219,21 @@ def test_names_of_image_filters_say_their_sizes():
         assert (p.spatial, p.filter) == ((int(h), int(w)), (int(r), int(s)))
         assert p.c == p.k == p.groups == (3 if rgb else 1)
         assert p.out == p.spatial
+
+
+def test_the_map_is_a_grid_of_filters_and_channels_over_images_of_one_size():
+    cells = set()
+    for label, p in load_suite("map").problems:
+        sort, c, r, s = re.fullmatch(r"(dense|depthwise)_(\d+)_(\d+)x(\d+)", label).groups()  # type: ignore[union-attr]
+        assert (p.c, p.k, p.filter) == (int(c), int(c), (int(r), int(s)))
+        assert p.groups == (p.c if sort == "depthwise" else 1)
+        assert p.c * p.spatial[0] * p.spatial[1] == 1 << 18
+        assert p.out == p.spatial
+        cells.add((sort, p.c, p.filter[0]))
+    filters = (1, 3, 5, 7, 9, 15, 31, 63)
+    too_large = ("dense", 256, 63), ("depthwise", 256, 63)
+    assert {("dense", c, r) for c in (1, 4, 16, 64, 256) for r in filters} - {*too_large} <= cells
+    assert {("depthwise", c, r) for c in (4, 16, 64, 256) for r in filters[1:]} - {*too_large} <= cells
 
 
 def test_patches_do_not_overlap_and_short_filters_are_causal():

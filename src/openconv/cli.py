@@ -1,4 +1,4 @@
-"""The command line: ``openconv explain | engines | doctor | filter | demo | bench | bench-graphs | ...``.
+"""The command line: ``openconv explain | engines | doctor | filter | demo | bench | bench-errors | ...``.
 
 Errors are one line on standard error and exit code 2; a wrong result or a broken installation is exit code 1.
 """
@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from .bench.command import bench
+from .bench.errors_command import bench_errors
 from .bench.graphs_command import bench_graphs
 from .bench.report.command import report
 from .compile_command import compile_kernels
@@ -235,6 +236,7 @@ for _command in (bench, report, tune):
     app.command()(_reporting(_command))
 for _entry in database.registered_commands:
     _entry.callback = _reporting(_entry.callback) if _entry.callback else None
+app.command("bench-errors")(_reporting(bench_errors))
 app.command("bench-graphs")(_reporting(bench_graphs))
 app.command("compile")(_reporting(compile_kernels))
 app.add_typer(database, name="tuning")

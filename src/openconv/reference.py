@@ -24,7 +24,7 @@ from .evaluate import before, evaluate
 from .problem import Problem
 from .tensors import DTYPES, to_layout
 
-__all__ = ["Inputs", "Part", "Reference", "allowed_error", "error_of", "expected", "part_of", "parts_of",
+__all__ = ["Distance", "Inputs", "Part", "Reference", "allowed_error", "error_of", "expected", "part_of", "parts_of",
            "random_inputs"]  # fmt: skip
 
 # Half a unit in the last place: what rounding a result to this dtype may add.
@@ -164,6 +164,34 @@ class Reference:
         difference = (_wide(got, self._place) - wanted).abs()
         share = torch.where(difference == 0, 0.0, difference / size.clamp_min(torch.finfo(got.dtype).tiny))
         return float(share.nan_to_num(nan=torch.inf).max())
+
+    def distance(self, got: Tensor) -> Distance:
+        """How far the one result of a floating-point problem is from float64."""
+        return self._distance([got[where].to(self._place) for where, _, _ in self._parts])
+
+    def rounding(self, dtype: torch.dtype) -> Distance:
+        """How far the float64 result itself is once it is rounded to a dtype: no result of that dtype is nearer."""
+        return self._distance([wanted[0].to(dtype) for _, wanted, _ in self._parts])
+
+    def _distance(self, got: Sequence[Tensor]) -> Distance:
+        wanted = torch.cat([result[0].flatten() for _, result, _ in self._parts])
+        off = (torch.cat([_wide(part, self._place).flatten() for part in got]) - wanted).abs()
+        off = off.nan_to_num(nan=torch.inf)
+        largest = max(float(size.max()) for _, _, size in self._parts)
+        return Distance(
+            float(off.square().mean().sqrt()) / largest, float(off.max()) / largest, float(off.norm() / wanted.norm())
+        )
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a result is from float64 as a whole. ``rms`` and ``max`` of |got - wanted| are shares of the largest
+    sum(|x| * |w|), and ``l2`` is the Euclidean norm of the difference over that of what was wanted. All are infinite
+    where the result is not finite and should be."""
+
+    rms: float
+    max: float
+    l2: float
 
 
 def _sizes(problem: Problem, inputs: Inputs, place: torch.device | str) -> Tensor:

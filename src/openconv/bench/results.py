@@ -23,6 +23,7 @@ from ..plan import device_of
 from ..problem import Problem
 
 __all__ = [
+    "CALLED_ONCE",
     "Ledger",
     "Record",
     "commit",
@@ -33,6 +34,10 @@ __all__ = [
     "results_folder",
     "write",
 ]
+
+
+CALLED_ONCE = "called once, not verified"
+"""How the note of a peer begins whose time is that of its only call."""
 
 
 @dataclass(frozen=True)

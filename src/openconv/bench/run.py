@@ -29,7 +29,7 @@ from ..torch_ops import problem_of
 from ..units import bytes_text, seconds_text
 from .ceilings import ceilings, rate_name, roofline_floor
 from .peers import NotTaken, Peer, default_peers, peer_named
-from .results import Record, environment
+from .results import CALLED_ONCE, Record, environment
 from .timing import Timing, overhead, race, race_cuda
 
 __all__ = ["DISTURBED", "Limits", "Skipped", "Verified", "Verifier", "measure", "verify"]
@@ -228,7 +228,7 @@ def verify(
                 continue
             if took > longest:
                 found.once[name] = took
-                found.notes[name] = f"called once, not verified: over the {longest:g} s that are waited for"
+                found.notes[name] = f"{CALLED_ONCE}: over the {longest:g} s that are waited for"
             else:
                 found.error[name] = reference.error(result)
     return found

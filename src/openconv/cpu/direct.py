@@ -64,6 +64,7 @@ class Direct(Engine):
         yield from float_refusals(problem)
 
     def traits(self, problem: Problem, knobs: Tile) -> Traits:
+        # Sums of CHUNK terms, or of a tile's pixels, are added up.
         return Traits(problem.result_dtype, sum_error(problem))
 
     def workspace_bytes(self, problem: Problem, device: Device, knobs: Tile) -> int:

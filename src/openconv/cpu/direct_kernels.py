@@ -30,6 +30,7 @@ from numba.extending import intrinsic
 
 from .runtime import Kernel, kernel
 from .simd import (
+    add_blocks,
     argument,
     block_of,
     emit_load,
@@ -187,26 +188,26 @@ def store_table(typingctx, block, base, table, scale, count):
 
 @functools.cache
 def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int) -> Any:
-    """sums[ROWS x ACROSS vectors] = start + sum over terms of scalars * vectors. PITCH is the distance of the scalars
+    """sums[ROWS x ACROSS vectors] = start + (sum over terms of scalars * vectors). PITCH is the distance of the scalars
     where it is known beforehand, else 0."""
-    STEP = ACROSS * lanes(T) * np.dtype(T).itemsize
+    STEP, COUNT = ACROSS * lanes(T) * np.dtype(T).itemsize, ROWS * ACROSS
 
     if PITCH:
 
         @inline
         def block_of_sums(start, start_pitch, sums, sums_pitch, a, pitch, offsets, terms, b):
-            acc = load_rows(T, ROWS, ACROSS, start, start_pitch)
+            acc = fill(COUNT, zero(T))
             for term in range(terms):
                 acc = fma_rows(acc, ROWS, a + load_scalar(np.int64, offsets + 8 * term), PITCH, b + term * STEP)
-            store_rows(acc, ROWS, sums, sums_pitch)
+            store_rows(add_blocks(acc, load_rows(T, ROWS, ACROSS, start, start_pitch)), ROWS, sums, sums_pitch)
     else:
 
         @inline
         def block_of_sums(start, start_pitch, sums, sums_pitch, a, pitch, offsets, terms, b):
-            acc = load_rows(T, ROWS, ACROSS, start, start_pitch)
+            acc = fill(COUNT, zero(T))
             for term in range(terms):
                 acc = fma_rows(acc, ROWS, a + load_scalar(np.int64, offsets + 8 * term), pitch, b + term * STEP)
-            store_rows(acc, ROWS, sums, sums_pitch)
+            store_rows(add_blocks(acc, load_rows(T, ROWS, ACROSS, start, start_pitch)), ROWS, sums, sums_pitch)
 
     return block_of_sums
 

@@ -10,7 +10,13 @@ from math import prod
 from ..problem import DTYPE_BYTES, Problem
 from .direct_kernels import COLUMN, HEAD, PHASE, Column, Head, Phase
 
-__all__ = ["Axis", "Cut", "Geometry", "geometry_of"]
+__all__ = ["CHUNK", "Axis", "Cut", "Geometry", "geometry_of"]
+
+
+CHUNK = 192
+"""Terms that are summed up by themselves. Their vectors, 12 to 36 KB, stay in the first-level cache while the pixels of a
+tile pass by; and a sum of sums errs less than one long sum. The same for all blocks, so that these do not show in the
+bits."""
 
 
 @dataclass(frozen=True)
@@ -221,15 +227,10 @@ class Cut:
     @cached_property
     def ranges(self) -> tuple[int, int]:
         """Parts of the result's channels that make tasks of their own where tiles are few, and blocks of each."""
-        others = self.geometry.g if self.gradient else self.tiles
+        others = max(self.geometry.g if self.gradient else self.tiles, 1)
         wanted = min(self.blocks, -(-4 * self.threads // others)) if self.threads > 1 else 1
         each = -(-self.blocks // wanted)
         return -(-self.blocks // each), each
-
-    @cached_property
-    def chunk(self) -> int:
-        """Terms whose vectors stay in the first-level cache, half of 32 KiB, while the pixels of a tile pass by."""
-        return max(16, (16 << 10) // self.vector_bytes)
 
     # -- tables ------------------------------------------------------------------------------------------------------
 
@@ -295,7 +296,7 @@ class Cut:
             ((Head.RANGES, Head.BLOCKS, Head.RANGE_BLOCKS), (ranges, self.blocks, range_blocks)),
             ((Head.COLUMN_PHASES, Head.STEP), (len(widths), widths[0].step)),
             ((Head.FIRST, Head.STRIDE, Head.WIDTH), (self.first, widths[0].stride, self.width)),
-            ((Head.PIXEL, Head.ROW_PIXELS, Head.CHUNK), (self.pixel, self.row_pixels, self.chunk)),
+            ((Head.PIXEL, Head.ROW_PIXELS, Head.CHUNK), (self.pixel, self.row_pixels, CHUNK)),
             ((Head.SLOT, Head.SUMS, Head.THREAD), (self.slot_bytes, self.sums_bytes, self.thread_bytes)),
             ((Head.MODE,), (self.mode,)),
         ):

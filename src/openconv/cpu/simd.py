@@ -53,6 +53,7 @@ __all__ = [
     "LANE_BYTES",
     "Vector",
     "add",
+    "add_blocks",
     "argument",
     "atomic_add",
     "block_of",
@@ -585,6 +586,19 @@ def fill_like(typingctx, block, value):
     if not is_block(block) or value != block.dtype:
         return None
     return block(block, value), lambda context, builder, signature, args: pack(builder, [args[1]] * block.count)
+
+
+@intrinsic
+def add_blocks(typingctx, a, b):
+    """add_blocks(a, b) = a + b, vector by vector."""
+    if not is_block(a) or a != b:
+        return None
+
+    def codegen(context, builder, signature, args):
+        pairs = zip(unpack(builder, args[0]), unpack(builder, args[1]), strict=True)
+        return pack(builder, [builder.fadd(x, y) for x, y in pairs])
+
+    return a(a, a), codegen
 
 
 @intrinsic

@@ -68,6 +68,8 @@ def _selected(runs: list[Run], suites: list[str], directions: list[str]) -> list
     if unknown:
         raise ValueError(f"direction is {unknown[0]!r}; wanted one of {', '.join(DIRECTIONS)}")
     kept = [run for whole in runs if (run := whole.only(suites, directions)).records]
+    if not suites and not directions:  # folders that hold errors alone are drawn
+        kept = list(runs)
     if not kept:
         there = sorted({record.suite for run in runs for record in run.records})
         raise ValueError(f"no record is left; the suites recorded are {', '.join(there)}")
@@ -78,6 +80,8 @@ def _print_tables(console: Console, runs: list[Run], layers: Layers) -> None:
     from .tables import layer_tables, mean_table
 
     for run in runs:
+        if not run.records:
+            continue
         one_by_one = [] if layers is Layers.none else layer_tables(run, losses=layers is Layers.losses)
         for table in [*one_by_one, mean_table(run)]:
             console.print(table)
@@ -111,6 +115,7 @@ def _write_pictures(console: Console, runs: list[Run], out: Path, plots: bool) -
             progress.update(task, description=f"drawing {run.name}")
             paths += write_plots(run, out)
             progress.advance(task)
-        paths.append(write_page(out / "report.html", runs))
+        if timed := [run for run in runs if run.records]:
+            paths.append(write_page(out / "report.html", timed))
     for path in paths:
         console.print(str(path), soft_wrap=True, highlight=False)

@@ -1,24 +1,30 @@
 """The generated parts of README.md and the pages of results, from what was recorded.
 
 Generated parts of README.md stand between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; everything else is left
-as it is. docs/results.md and the pages in docs/results are generated as a whole.
+as it is. docs/results.md, the pages in docs/results and the pictures beside them are generated as a whole. A picture
+holds a digest of the records that it shows.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ...cpu.memory import LARGE
 from ...files import write_atomic
+from ..errors import ErrorRecord
 from ..graphs_results import FILE_NAME, GraphRecord, read_graphs
-from ..results import results_folder
+from ..results import Record, results_folder
+from .drawing import png
+from .errors import by_figure, draw_errors
 from .graphs import graph_details, graph_means
 from .runs import DIRECTION_ORDER, Run, grouped, load, problem_of
 from .tables import Ratios, baseline, choices, details, heuristic_loss, passes, summary
+from .winners import draw_winners, map_records
 
-__all__ = ["main", "render", "replace_part", "write_documents"]
+__all__ = ["main", "picture_sources", "render", "replace_part", "write_documents"]
 
 
 def replace_part(text: str, name: str, content: str) -> str:
@@ -35,7 +41,7 @@ def render(root: Path | None = None) -> dict[Path, str]:
 
     root = root or results_folder().parents[1]
     folder = root / "benchmarks" / "results"
-    runs = load([folder])
+    runs = _recorded(folder)
     readme = replace_part((root / "README.md").read_text(), "engines", support_markdown().rstrip())
     readme = replace_part(readme, "results", _short(runs))
     graphs = {run.name: read_graphs(folder / run.name / FILE_NAME) for run in runs}
@@ -43,17 +49,46 @@ def render(root: Path | None = None) -> dict[Path, str]:
     return {root / "README.md": readme, root / "docs" / "results.md": _overview(runs, graphs), **pages}
 
 
+def _recorded(folder: Path) -> list[Run]:
+    """The machines of a folder of results that have timed something."""
+    return [run for run in load([folder]) if run.records]
+
+
+def picture_sources(run: Run) -> dict[str, str]:
+    """The pictures of a machine in docs/results, by name, with a digest of the records that each shows."""
+
+    def digest(lines: Iterable[str]) -> str:
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    shown: dict[str, Sequence[Record | ErrorRecord]] = {"map": map_records(run), **by_figure(run.errors)}
+    return {
+        f"{run.name}-{kind}.png": digest(record.to_json() for record in records)
+        for kind, records in shown.items()
+        if records
+    }
+
+
+def _pictures(run: Run) -> dict[str, bytes]:
+    """The pictures of a machine in docs/results: which engine wins where, and errors against float64."""
+    figures = {"map": draw_winners(run)} | draw_errors(run.errors, run.title)
+    drawn = {f"{run.name}-{kind}.png": figure for kind, figure in figures.items() if figure is not None}
+    return {name: png(drawn[name], source) for name, source in picture_sources(run).items()}
+
+
 def write_documents(root: Path | None = None) -> dict[Path, bool]:
     """Rewrite the generated files and remove pages of folders that are gone; says for each file if it changed."""
     root = root or results_folder().parents[1]
-    wanted = render(root)
+    pages = root / "docs" / "results"
+    wanted: dict[Path, bytes] = {path: text.encode() for path, text in render(root).items()}
+    for run in _recorded(root / "benchmarks" / "results"):
+        wanted |= {pages / name: picture for name, picture in _pictures(run).items()}
     changed = {}
-    for path, text in wanted.items():
-        changed[path] = not path.exists() or path.read_text() != text
+    for path, content in wanted.items():
+        changed[path] = not path.exists() or path.read_bytes() != content
         if changed[path]:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, text)
-    for stale in set((root / "docs" / "results").glob("*.md")) - set(wanted):
+            write_atomic(path, content)
+    for stale in {*pages.glob("*.md"), *pages.glob("*.png")} - set(wanted):
         stale.unlink()
         changed[stale] = True
     return changed
@@ -127,11 +162,27 @@ def _overview(runs: Sequence[Run], graphs: Mapping[str, Sequence[GraphRecord]]) 
         parts += [
             f"## {run.title}",
             f"Every layer, losses included: [{run.name}](results/{run.name}.md).",
+            *_picture_links(run),
             *_means(run),
             *graph_means(graphs[run.name]),
         ]
     parts.append("```{toctree}\n:hidden:\n:glob:\n\nresults/*\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def _picture_links(run: Run) -> list[str]:
+    """The pictures of a machine, each behind a sentence that says how to read it."""
+    texts = {
+        "map": "Which engine is the fastest, by filter size and channels, with images of 2^18 elements (suite `map`). "
+        f"Numbers say how many times as fast as {run.reference} it is.",
+        "errors": "How far each engine is from float64, over the length of its sums: lines are means over problems "
+        "with sums about as long, faint marks the problems.",
+    }
+    parts = []
+    for name in picture_sources(run):
+        kind = name.removeprefix(f"{run.name}-").removesuffix(".png")
+        parts += [texts[kind.partition("-")[0]], f"![{kind}, {run.title}](results/{name})"]
+    return parts
 
 
 def _means(run: Run) -> list[str]:

@@ -6,7 +6,6 @@ function returns a figure, or None where the records have nothing to draw.
 
 from __future__ import annotations
 
-import io
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...files import write_atomic
 from ..results import Record, geometric_mean
+from .drawing import COLOURS, TEXT, new_figure, png, style
+from .errors import draw_errors
 from .runs import DIRECTION_ORDER, Run, base_name, grouped, layer_family, problem_of
+from .winners import draw_winners
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,46 +26,26 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_engine_map", "draw_growth", "draw_ratios", "draw_roofline", "write_plots"]
 
-_FAST, _SLOW, _TEXT, _GRID = "#0072b2", "#d55e00", "#1f2328", "#d8dee4"
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6e7781", "#000000")
+_FAST, _SLOW = "#0072b2", "#d55e00"
 _PEER_COLOURS = ("#8a8f98", "#000000", "#a0522d", "#6a3d9a")
 _PASS_MARKS = {"fprop": "o", "dgrad": "v", "wgrad": "s"}
 _PEER_MARKS = ("x", "+", "1", "2", "3", "4", "|", "_")
 _FAMILIES = ("1x1", "dense", "depthwise", "patches", "image filter", "tiny", "grouped")
-_DPI = 130
 
 
 def write_plots(run: Run, folder: Path) -> list[Path]:
     """Draw everything that the records of a run allow into ``folder``; returns the paths."""
     drawings: dict[str, Callable[[Run], Figure | None]] = {
         "ratios": draw_ratios, "roofline": draw_roofline, "growth": draw_growth, "engines": draw_engine_map,
+        "map": draw_winners,
     }  # fmt: skip
+    figures = {kind: draw(run) for kind, draw in drawings.items()} | draw_errors(run.errors, run.title)
     name = re.sub(r"[^\w.-]+", "-", run.name).strip("-")
-    paths = []
-    for kind, draw in drawings.items():
-        figure = draw(run)
-        if figure is not None:
-            file = io.BytesIO()
-            figure.savefig(file, format="png", dpi=_DPI, facecolor="white")
-            paths.append(write_atomic(folder / f"{name}-{kind}.png", file.getvalue()))
-    return paths
-
-
-def _figure(width: float, height: float, title: str) -> Figure:
-    """An empty figure that names the machine; it needs no display and no global state."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(title, fontsize=11, color=_TEXT)
-    return figure
-
-
-def _style(axes: Axes) -> None:
-    axes.grid(color=_GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(which="both", length=0, labelsize=8, labelcolor=_TEXT)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    return [
+        write_atomic(folder / f"{name}-{kind}.png", png(figure))
+        for kind, figure in figures.items()
+        if figure is not None
+    ]
 
 
 # -- ratios -----------------------------------------------------------------------------------------------------------
@@ -100,7 +82,7 @@ def draw_ratios(run: Run) -> Figure | None:
     columns = _balanced(suites)
     tallest = max(sum(len(suites[name]) + 3 for name in column) for column in columns)
     title = f"How many times as fast as {run.reference}\n{run.title}"
-    figure = _figure((6.4 if len(columns) < 3 else 5.2) * len(columns), max(3.2, 0.155 * tallest + 1.4), title)
+    figure = new_figure((6.4 if len(columns) < 3 else 5.2) * len(columns), max(3.2, 0.155 * tallest + 1.4), title)
     values = [ratio for rows in suites.values() for row in rows for ratio, _ in row.ratios]
     limits = (0.85 * min(*values, 0.8), 1.2 * max(*values, 1.25))
     parts = figure.subfigures(1, len(columns), squeeze=False)[0]
@@ -129,8 +111,8 @@ def _balanced(suites: dict[str, list[_Row]]) -> list[list[str]]:
 def _draw_suite(axes: Axes, name: str, rows: list[_Row], limits: tuple[float, float]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    _style(axes)
-    axes.axvline(1, color=_TEXT, linewidth=1)
+    style(axes)
+    axes.axvline(1, color=TEXT, linewidth=1)
     for direction, mark in _PASS_MARKS.items():
         for colour, wanted in ((_FAST, True), (_SLOW, False)):
             points = [
@@ -146,7 +128,7 @@ def _draw_suite(axes: Axes, name: str, rows: list[_Row], limits: tuple[float, fl
     axes.set_xlim(*limits)
     axes.set_ylim(len(rows) - 0.3, -0.7)
     axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=7)
-    axes.set_title(name, fontsize=9, loc="left", color=_TEXT, fontweight="bold")
+    axes.set_title(name, fontsize=9, loc="left", color=TEXT, fontweight="bold")
     decades = limits[1] / limits[0] > 3000
     axes.xaxis.set_major_locator(LogLocator(subs=(1,) if decades else (1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -178,7 +160,7 @@ def _si(value: float) -> str:
 def _log_axes(axes: Axes, x: str, y: str) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    _style(axes)
+    style(axes)
     axes.set_xscale("log")
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
@@ -201,7 +183,7 @@ def draw_roofline(run: Run) -> Figure | None:
     timed = [r for r in run.records if r.seconds and problem_of(r).flops and problem_of(r).min_bytes]
     if not timed:
         return None
-    figure = _figure(9, 6, f"Roofline\n{run.title}")
+    figure = new_figure(9, 6, f"Roofline\n{run.title}")
     axes = figure.subplots()
     for at, peer in enumerate(run.peers):
         mark, colour = _PEER_MARKS[at % len(_PEER_MARKS)], _PEER_COLOURS[at % len(_PEER_COLOURS)]
@@ -209,7 +191,7 @@ def draw_roofline(run: Run) -> Figure | None:
     engines = sorted({base_name(r.chosen) for r in timed if r.chosen})
     for at, engine in enumerate(engines):
         own = [(r, r.chosen) for r in timed if base_name(r.chosen) == engine]
-        _scatter(axes, _reached(own), label=engine, mark="o", colour=_COLOURS[at % len(_COLOURS)])
+        _scatter(axes, _reached(own), label=engine, mark="o", colour=COLOURS[at % len(COLOURS)])
     _log_axes(axes, "arithmetic intensity, FLOP per byte that must move", "reached, FLOP/s")
     _draw_ceilings(axes, timed)
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
@@ -236,7 +218,7 @@ def _draw_ceilings(axes: Axes, records: Sequence[Record]) -> None:
     low, high = axes.get_xlim()
     high = max(high, 2 * max(peaks.values()) / copy)
     for peak in peaks.values():
-        axes.plot([low, peak / copy, high], [low * copy, peak, peak], color=_TEXT, linewidth=1.2, alpha=0.8)
+        axes.plot([low, peak / copy, high], [low * copy, peak, peak], color=TEXT, linewidth=1.2, alpha=0.8)
     for peak, text in _peak_labels(peaks):
         axes.annotate(text, (high, peak), xytext=(-4, 4), textcoords="offset points", fontsize=8, ha="right")
     middle = (low * min(peaks.values()) / copy) ** 0.5
@@ -269,11 +251,11 @@ def draw_growth(run: Run) -> Figure | None:
     if not timed:
         return None
     whose = "openconv" if run.chosen else run.reference
-    figure = _figure(12, 5.4, f"Speed of {whose} against size\n{run.title}")
+    figure = new_figure(12, 5.4, f"Speed of {whose} against size\n{run.title}")
     left, right = figure.subplots(1, 2)
     _log_axes(left, "work, FLOP", "reached, FLOP/s")
     _log_axes(right, "least traffic, bytes", "reached, bytes/s")
-    for family, colour in zip(_FAMILIES, _COLOURS, strict=False):
+    for family, colour in zip(_FAMILIES, COLOURS, strict=False):
         own = [(problem_of(r), seconds) for r, seconds in timed if layer_family(r) == family]
         work = [(float(p.flops), p.flops / seconds) for p, seconds in own]
         traffic = [(float(p.min_bytes), p.min_bytes / seconds) for p, seconds in own]
@@ -311,8 +293,8 @@ def draw_engine_map(run: Run) -> Figure | None:
     if not records:
         return None
     names = [name for name, _ in Counter(_fastest(r) for r in records).most_common()]
-    colours = {name: _COLOURS[at % len(_COLOURS)] for at, name in enumerate(names)}
-    figure = _figure(12.5, 5.8, f"Fastest {'engine' if run.chosen else 'peer'}\n{run.title}")
+    colours = {name: COLOURS[at % len(COLOURS)] for at, name in enumerate(names)}
+    figure = new_figure(12.5, 5.8, f"Fastest {'engine' if run.chosen else 'peer'}\n{run.title}")
     left, right = figure.subplots(1, 2)
     slower = [_draw_map(left, records, _channels_and_pixels, colours, run.reference)]
     _label_octaves(left, "input channels", "output pixels of the batch")
@@ -368,7 +350,7 @@ def _draw_map(
 
 def _label_octaves(axes: Axes, x: str, y: str) -> None:
     """Ticks are powers of two: a cell holds from its power up to the next."""
-    _style(axes)
+    style(axes)
     axes.grid(False)
     axes.set_xlabel(f"{x} (from this power of two up to the next)", fontsize=9)
     low, high = axes.get_xlim()

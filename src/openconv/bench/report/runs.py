@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...problem import DIRECTIONS, Problem
+from ..errors import FILE_NAME as ERRORS
+from ..errors import ErrorRecord, read_errors
 from ..graphs_results import FILE_NAME as GRAPHS
 from ..results import Record, read, results_folder
 
@@ -26,17 +28,19 @@ class Run:
 
     name: str
     records: Sequence[Record]
+    errors: Sequence[ErrorRecord] = ()
+    """What `openconv bench-errors` has recorded beside them."""
 
     @cached_property
     def kind(self) -> str:
         """``cpu`` or ``cuda``, which also starts the name of the folder that the benchmark writes."""
-        said = self.records[0].machine.get("kind") if self.records else None
+        said = self._machine.get("kind")
         return str(said or ("cuda" if self.name.startswith("cuda") else "cpu"))
 
     @cached_property
     def title(self) -> str:
         """The machine and the conditions, as a heading."""
-        machine = self.records[0].machine if self.records else {}
+        machine = self._machine
         parts = [str(machine.get("device", self.name))]
         if self.kind == "cpu":
             threads = machine.get("threads")
@@ -46,6 +50,12 @@ class Run:
         if machine.get("kept_bytes", 1) == 0 and self.kind == "cpu":
             parts.append("every result on new memory")
         return ", ".join(parts)
+
+    @property
+    def _machine(self) -> dict[str, Any]:
+        if self.records:
+            return self.records[0].machine
+        return self.errors[0].machine if self.errors else {}
 
     @cached_property
     def peers(self) -> list[str]:
@@ -75,7 +85,7 @@ class Run:
             for record in self.records
             if (not suites or record.suite in suites) and (not directions or problem_of(record).direction in directions)
         ]
-        return Run(self.name, kept)
+        return Run(self.name, kept, self.errors)
 
 
 def grouped(records: Iterable[Record], key: Callable[[Record], K]) -> dict[K, list[Record]]:
@@ -130,8 +140,8 @@ def layer_kind(record: Record) -> str:
 def load(paths: Sequence[Path] = ()) -> list[Run]:
     """The runs of folders and files; of ``benchmarks/results`` of the checkout if none is named.
 
-    A folder holds records (``*.jsonl``, but for those of graphs), or folders that do. FileNotFoundError if a path is
-    not there, ValueError if there are no records in it or a line is damaged.
+    A folder holds records (``*.jsonl``, but for those of graphs; those of errors are apart), or folders that do.
+    FileNotFoundError if a path is not there, ValueError if there are no records in it or a line is damaged.
     """
     runs = [run for path in paths or [results_folder()] for run in _runs_at(path)]
     return _with_names_of_their_own(runs)
@@ -141,18 +151,25 @@ def _runs_at(path: Path) -> list[tuple[Path, Run]]:
     if not path.exists():
         raise FileNotFoundError(f"there is no folder or file {str(path)!r}; `make bench` records results")
     if path.is_file():
-        found = [(path, Run(path.stem, _checked(path)))]
+        found = [
+            (path, Run(path.stem, [], read_errors(path)) if path.name == ERRORS else Run(path.stem, _checked(path)))
+        ]
     else:
         folders = [path, *sorted(p for p in path.iterdir() if p.is_dir())]
         found = [
-            (folder, Run(folder.resolve().name, [record for file in files for record in _checked(file)]))
+            (folder, Run(folder.resolve().name, _all_checked(folder), read_errors(folder / ERRORS)))
             for folder in folders
-            if (files := sorted(file for file in folder.glob("*.jsonl") if file.name != GRAPHS))
         ]
-    found = [(where, run) for where, run in found if run.records]
+    found = [(where, run) for where, run in found if run.records or run.errors]
     if not found:
         raise ValueError(f"there are no records in {str(path)!r}; wanted *.jsonl files as `make bench` writes them")
     return found
+
+
+def _all_checked(folder: Path) -> list[Record]:
+    """The records of all suites of a folder."""
+    files = sorted(file for file in folder.glob("*.jsonl") if file.name not in (GRAPHS, ERRORS))
+    return [record for file in files for record in _checked(file)]
 
 
 def _checked(path: Path) -> list[Record]:
@@ -171,4 +188,4 @@ def _checked(path: Path) -> list[Record]:
 def _with_names_of_their_own(found: Sequence[tuple[Path, Run]]) -> list[Run]:
     """Names tell runs apart: two folders of one name, a before and an after, get the path with it."""
     names = [run.name for _, run in found]
-    return [Run(str(path), run.records) if names.count(run.name) > 1 else run for path, run in found]
+    return [replace(run, name=str(path)) if names.count(run.name) > 1 else run for path, run in found]
