@@ -128,7 +128,7 @@ def test_knobs_that_were_measured_fastest_are_taken():
     database.user_store().update(Database({DEVICE.key: {str(layer): found}}))
     assert str(choose(layer, DEVICE, HEURISTIC.but(engine=engine.name)).knobs) == second
     x, w = torch.randn(layer.x_shape), torch.randn(layer.w_shape)
-    with openconv.tuning("heuristic"):
+    with openconv.policy(engine=engine.name, tuning="heuristic"):
         out = openconv.conv2d(x, w, padding=1)
         assert f"run cpu.im2col_gemm [{second}]" in openconv.explain(openconv.conv2d, x, w, padding=1).steps
     torch.testing.assert_close(out, torch.conv2d(x, w, padding=1), rtol=1e-4, atol=1e-4)

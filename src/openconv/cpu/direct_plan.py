@@ -14,9 +14,9 @@ __all__ = ["CHUNK", "Axis", "Cut", "Geometry", "geometry_of"]
 
 
 CHUNK = 192
-"""Terms that are summed up by themselves. Their vectors, 12 to 36 KB, stay in the first-level cache while the pixels of a
-tile pass by; and a sum of sums errs less than one long sum. The same for all blocks, so that these do not show in the
-bits."""
+"""Terms that are summed up by themselves. Their vectors, 12 to 36 KB, stay in the first-level cache while the pixels of
+a tile pass by; and a sum of sums errs less than one long sum. The same for all blocks, so that these do not show in
+the bits."""
 
 
 @dataclass(frozen=True)
