@@ -1,4 +1,4 @@
-"""Winograd's transforms: exact, symbolically and in fractions; programs equal their matrices; errors keep the bounds."""
+"""Winograd's transforms: exact, symbolically and in fractions; programs equal their matrices; errors keep bounds."""
 
 from __future__ import annotations
 
@@ -190,14 +190,12 @@ def data(
         d, w = (rng.standard_normal(s) for s in shapes)
     elif kind == "spikes":  # a few values that outweigh the others, in one channel
         d, w = (v * np.where(rng.random(v.shape) < 0.05, 1.0, 1e-4) for v in (d, w))
-    elif kind == "arranged":  # all signs as one row of BT and of G has them
-        k = each.t - 2
+    elif kind == "arranged":  # in each channel, all signs as one row of BT and one of G has them
+        d, w = abs(d), abs(w)
         for axis in range(axes):
-            shape = [-1 if a == axis else 1 for a in range(axes + 2)]
-            d = d * np.sign([float(v) or 1.0 for v in each.bt[k]]).reshape(shape)
-            w = w * np.sign([float(v) or 1.0 for v in each.g[k]]).reshape(shape)
-        signs = rng.choice([-1, 1], (channels, 1))
-        d, w = abs(d) * np.sign(d[..., :1, :1]) * signs, abs(w) * np.sign(w[..., :1, :1]) * signs
+            shape = [-1 if at == axis else 1 for at in range(axes + 2)]
+            d = d * np.sign([float(v) or 1.0 for v in each.bt[-2]]).reshape(shape)
+            w = w * np.sign([float(v) or 1.0 for v in each.g[-2]]).reshape(shape)
     return d.astype(np.float32), w.astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""Minimal filtering by Winograd, Toom and Cook: the transforms, generated from interpolation points; no torch, no Numba.
+"""Minimal filtering by Winograd, Toom and Cook: the transforms, generated from interpolation points.
 
     y = AT [(G w) * (BT d)]            m outputs y[i] = sum_j w[j] d[i+j] of r taps from t = m + r - 1 inputs
 
@@ -11,10 +11,10 @@ coefficients is evaluated as sum_i c[i] a^i b^(n-1-i). So infinity is no special
     BT[k]    = the coefficients of prod over l != k of (b_l x - a_l), infinity left out
     G[k][j]  = a_k^j b_k^(r-1-j) / N_k      with N_k = prod over l != k of (b_l a_k - a_l b_k), infinity's factor b_k
 
-In two dimensions the transforms are nested: Y = AT [(G w G^T) * (BT d B)] A, an axis at a time. With channels, products
-are added up before AT. The gradient of the filters, dw[j] = sum_i dy[i] x[i+j], is r outputs of m taps: its transform is
-``transform(r, m)``, with dy in the place of w, and its AT follows when all tiles are added up. Of one t, BT is the same for
-every m and r.
+In two dimensions the transforms are nested: Y = AT [(G w G^T) * (BT d B)] A, an axis at a time. With channels,
+products are added up before AT. The gradient of the filters, dw[j] = sum_i dy[i] x[i+j], is r outputs of m taps: its
+transform is ``transform(r, m)``, with dy in the place of w, and its AT follows when all tiles are added up. Of one t, BT
+is the same for every m and r.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def worst_error(transforms: Sequence[Transform], terms: int, dtype: str = "f32",
 
     Result i of a tile is sum_k AT[i,k] sum_j G[k,j] w[j] sum_l BT[k,l] d[l]. A rounding is off by ``unit`` of what it
     rounds, so a term that meets n of them is off by n * unit of its own size (and a factor of nearly 1 for products of
-    errors). Summed over channels, |w[j]| |d[j+o]| for all j are the terms of the plain result at o, which is one of this
-    tile's or of a neighbour's: at most the largest of all. So
+    errors). Summed over channels, |w[j]| |d[j+o]| for all j are the terms of the plain result at o, which is one of
+    this tile's or of a neighbour's: at most the largest of all. So
 
         growth = max over i of  sum over o of  max over j of  sum over k of  |AT[i,k]| |G[k,j]| |BT[k,j+o]|
 
@@ -291,8 +291,8 @@ def program(matrix: Matrix) -> tuple[Step, ...]:
     """A straight-line program for ``out = matrix * v`` of few operations.
 
     Two columns that differ in signs alone, as those of AT for p and -p, are added and subtracted once. Two rows that
-    differ in the signs of some columns, as those of BT and G for p and -p, are the sum and the difference of an even and
-    an odd part. A part with a common factor is computed without it; the factor joins in an ``fma``.
+    differ in the signs of some columns, as those of BT and G for p and -p, are the sum and the difference of an even
+    and an odd part. A part with a common factor is computed without it; the factor joins in an ``fma``.
     """
     return tuple(_Writer(matrix).steps)
 
@@ -407,7 +407,11 @@ class _Writer:
         if key in self.known:
             return self.known[key] if not target else self.step(target, "copy", self.known[key])
         ones = [name for name, v in form.items() if v == 1]
-        if not ones and self.factor(form) != 1 and (len(form) == 1 or 1 in map(abs, self.divided(form).values())):
+        if (
+            not ones
+            and self.factor(form) != 1
+            and (len(form) == 1 or any(abs(v) == 1 for v in self.divided(form).values()))
+        ):
             factor, part = self.factored(form)
             made = self.step(target, "mul", part, c=factor)
         else:
