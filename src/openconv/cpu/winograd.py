@@ -1,0 +1,449 @@
+"""cpu.winograd: small filters of stride 1 with a quarter of the multiplications, by interpolation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..device import Device
+from ..engine import Engine, Knobs, Runner, Traits
+from ..prepared import prepared
+from ..problem import DTYPE_BYTES, Problem
+from ..winograd import Transform, error_bound, transform
+from . import winograd_kernels as kernels
+from .runtime import launch
+
+__all__ = ["Winograd", "WinogradKnobs"]
+
+_DTYPES: dict[str, type] = {"f32": np.float32, "f64": np.float64}
+
+
+@dataclass(frozen=True)
+class WinogradKnobs(Knobs):
+    """``m``: results of a tile along an axis. ``way``: ``fused``, where a task transforms the images of its tiles and
+    multiplies them by all filters; ``split``, where all images are transformed first, and a task has tiles and a range of
+    filters; ``fly``, which is that with filters transformed by the task that uses them; ``runs`` of a wgrad.
+    ``tiles``: of a task, or of a run, at most."""
+
+    m: int
+    way: str
+    tiles: int
+
+
+class Winograd(Engine):
+    """Filters of 3 or 5 taps and stride 1 by interpolation: tiles of m x m results from 36 products for 16 x 9 (F(4x4,3x3)).
+
+        y = AT [ sum over c of (G w GT) * (BT x B) ] A      for each tile, with * element by element
+    """
+
+    name = "cpu.winograd"
+    takes_bias = True
+
+    def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
+        if set(problem.dtypes) not in ({"f32"}, {"f64"}):
+            yield f"dtypes are {', '.join(problem.dtypes)}; wanted f32 or f64 for all three"
+        if problem.rank > 2:
+            yield f"there are {problem.rank} axes; wanted one or two"
+        if set(problem.stride) != {1}:
+            yield f"stride is {problem.stride}; tiles of results need 1"
+        if set(problem.dilation) != {1}:
+            yield f"dilation is {problem.dilation}; tiles of results need 1"
+        if set(problem.filter) - {1, 3, 5} or set(problem.filter) == {1}:
+            yield f"filter is {problem.filter}; wanted 3 or 5 taps along an axis, and 1, 3 or 5 along the other"
+        if problem.layouts[0] != problem.layouts[2]:
+            yield f"layouts of x and y are {problem.layouts[0]} and {problem.layouts[2]}; wanted the same"
+
+    def traits(self, problem: Problem, knobs: WinogradKnobs) -> Traits:
+        axes = _transforms(problem, knobs.m)
+        terms = problem.c // problem.groups
+        if problem.direction == "dgrad":
+            terms = problem.k // problem.groups
+        elif problem.direction == "wgrad":
+            terms = problem.n * prod(-(-out // a.r) for out, a in zip(problem.out, axes, strict=True))
+        bound = error_bound(axes, terms, problem.result_dtype)
+        return Traits(problem.result_dtype, bound, plain_sum=False)
+
+    def workspace_bytes(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> int:
+        return _plan_for(problem, device, knobs).workspace
+
+    def knobs(self, problem: Problem, device: Device) -> Iterable[WinogradKnobs]:
+        if problem.direction == "wgrad":
+            return (WinogradKnobs(4, "runs", 256), WinogradKnobs(2, "runs", 256))
+        return (WinogradKnobs(4, "fused", 48), WinogradKnobs(4, "split", 48), WinogradKnobs(2, "split", 48))
+
+    def cost(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> float:
+        return 1e-6
+
+    def build(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> Runner:
+        plan = _plan_for(problem, device, knobs)
+        return plan.runner()
+
+
+def _m(taps: int, m: int) -> int:
+    """Results of a tile along an axis of so many taps: 5 taps have two points more."""
+    return 1 if taps == 1 else m if taps == 3 else max(2, m - 2)
+
+
+def _transforms(problem: Problem, m: int) -> tuple[Transform, ...]:
+    pairs = [(_m(taps, m), taps) for taps in problem.filter]
+    return tuple(transform(r, m) if problem.direction == "wgrad" else transform(m, r) for m, r in pairs)
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _odd(size: int) -> int:
+    """The size in whole lines of the cache, an odd number of them: what is so far apart has sets of its own."""
+    return _up(size, 64) | 64
+
+
+def _aligned(workspace: Tensor | None) -> int:
+    assert workspace is not None, "winograd keeps transformed images, filters and products in the workspace"
+    return -(-workspace.data_ptr() // 64) * 64
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """One axis: source[origin + m*tile + i], taps and results; one that the problem does not have is a single tap."""
+
+    size: int
+    out: int
+    origin: int
+    taps: int
+    m: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.out // self.m)
+
+    @property
+    def points(self) -> int:
+        return self.m + self.taps - 1
+
+
+def _axes(problem: Problem, m: int) -> tuple[_Axis, _Axis]:
+    axes = [_Axis(1, 1, 0, 1, 1)] * (2 - problem.rank)
+    for size, out, (low, _), taps in zip(problem.spatial, problem.out, problem.padding, problem.filter, strict=True):
+        if problem.direction == "dgrad":  # dx[h] = sum over j of (w turned)[j] * dy[h + low - (taps - 1) + j]
+            size, out, low = out, size, taps - 1 - low
+        axes.append(_Axis(size, out, -low, taps, _m(taps, m)))
+    return axes[0], axes[1]
+
+
+class _Shape:
+    """Sizes that all plans are made of."""
+
+    def __init__(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> None:
+        self.problem, self.knobs = problem, knobs
+        self.T = _DTYPES[problem.result_dtype]
+        self.size = DTYPE_BYTES[problem.result_dtype]
+        self.L = kernels.lanes(self.T)
+        self.line = self.L * self.size
+        self.h, self.w = _axes(problem, knobs.m)
+        self.points = self.h.points * self.w.points
+        self.tiles = problem.n * self.h.tiles * self.w.tiles
+        self.groups = problem.groups
+        c, k = problem.c // problem.groups, problem.k // problem.groups
+        self.c, self.k = (k, c) if problem.direction == "dgrad" else (c, k)
+        self.vectors = -(-self.c // self.L)
+        self.threads = max(1, min(device.threads, problem.macs // 200_000))
+        self.taps = prod(problem.filter)
+        self.images_last = problem.rank > 1 and problem.layouts[0] == "nhwc"
+        self.filters_last = problem.rank > 1 and problem.layouts[1] == "nhwc"
+
+    def image(self, channels: int, axes: tuple[int, int]) -> tuple[int, int, int, int]:
+        """Pitches of an image, a row, a pixel and a channel."""
+        h, w = axes
+        if self.images_last:
+            pitches = (h * w * channels, w * channels, channels, 1)
+        else:
+            pitches = (channels * h * w, w, 1, h * w)
+        n, row, pixel, channel = (pitch * self.size for pitch in pitches)
+        return n, row, pixel, channel
+
+    def filters(self) -> tuple[int, int, int]:
+        """Pitches of k, c and a tap."""
+        c = self.problem.c // self.groups
+        pitches = (c * self.taps, 1, c) if self.filters_last else (c * self.taps, self.taps, 1)
+        k, c, tap = (pitch * self.size for pitch in pitches)
+        return k, c, tap
+
+    def common(self) -> dict[int, int]:
+        return {
+            kernels.TILES: self.tiles, kernels.TILES_Y: self.h.tiles, kernels.TILES_X: self.w.tiles,
+            kernels.CHANNELS: self.c, kernels.OUTS: self.k, kernels.VECTORS: self.vectors, kernels.W_RUN: self.L,
+        }  # fmt: skip
+
+    def source(self, channels: int, sizes: tuple[int, int], origins: tuple[int, int]) -> dict[int, int]:
+        n, row, pixel, channel = self.image(channels, sizes)
+        return {
+            kernels.SRC_N: n, kernels.SRC_H: row, kernels.SRC_W: pixel, kernels.SRC_C: channel,
+            kernels.HEIGHT: sizes[0], kernels.WIDTH: sizes[1],
+            kernels.ORIGIN_H: origins[0], kernels.ORIGIN_W: origins[1],
+        }  # fmt: skip
+
+    def strip(self, high: int, wide: int, cols: int, channels: int) -> tuple[int, int]:
+        """Rows of tiles that are gathered together, and the bytes that takes, for tiles of high x wide pixels."""
+        if self.images_last:
+            return 1, high * wide * (_up(channels, self.L) * self.size + 64)
+        width = (cols - 1) * self.w.m + wide
+        rows = max(1, min(self.h.tiles, (STRIP_BYTES // (width * self.line) - high) // self.h.m + 1))
+        return rows, (((rows - 1) * self.h.m + high) * width + self.L) * self.line
+
+
+STRIP_BYTES = 24 << 10
+
+
+def _table(words: dict[int, int]) -> Tensor:
+    return torch.tensor([words.get(i, 0) for i in range(kernels.WORDS)], dtype=torch.int64)
+
+
+def _plan_for(problem: Problem, device: Device, knobs: WinogradKnobs) -> _Forward | _Gradient:
+    return _plan(problem, device, knobs)
+
+
+@functools.lru_cache(maxsize=512)
+def _plan(problem: Problem, device: Device, knobs: WinogradKnobs) -> _Forward | _Gradient:
+    return (_Gradient if problem.direction == "wgrad" else _Forward)(problem, device, knobs)
+
+
+# Rates of products of MR rows by two vectors, of the largest: 12 sums and 3 operands fill AVX2's 16 registers.
+_RATES_16 = {6: 1.0, 5: 0.97, 4: 0.86, 3: 0.72, 2: 0.55, 1: 0.34}
+_RATES_32 = {14: 1.0, 12: 1.0, 10: 1.0, 9: 1.0, 8: 1.0, 7: 1.0, 6: 1.0, 5: 0.95, 4: 0.86, 3: 0.7, 2: 0.54, 1: 0.3}
+NV = 2
+M_BYTES = 256 << 10
+
+
+def _rows(tiles: int) -> int:
+    rates = _RATES_32 if kernels.LANE_BYTES == 64 else _RATES_16
+    return min(rates, key=lambda rows: (round(_up(tiles, rows) / rates[rows] / tiles, 2), -rows))
+
+
+class _Forward:
+    """fprop and dgrad."""
+
+    def __init__(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> None:
+        s = self.shape = _Shape(problem, device, knobs)
+        self.fly, self.fused = knobs.way == "fly", knobs.way == "fused"
+        self.MR = _rows(s.tiles)
+        W = NV * s.L
+        self.blocks = -(-s.k // W)
+        self.groups = -(-s.tiles // self.MR)
+        self.chunks = min(self.groups, -(-s.tiles // knobs.tiles))
+        if self.fused and self.chunks < 4 * s.threads:
+            self.chunks = min(self.groups, _up(self.chunks, s.threads))
+        self.ranges = 1
+        if not self.fused:
+            wanted = 2 * s.threads
+            self.ranges = max(1, min(self.blocks, -(-wanted // self.chunks)))
+        most = -(-self.groups // self.chunks)
+        rows = most * self.MR
+        cols = min(s.w.tiles, s.tiles if not self.fused else rows)
+        turned = problem.direction == "dgrad"
+        group = s.vectors * self.MR * s.line
+        v_point = _odd(group * (most if self.fused else self.groups))
+        u_point = _odd(s.vectors * s.L * W * s.size)
+        m_point = _odd(rows * W * s.size)
+        together = max(1, min(-(-self.blocks // self.ranges), M_BYTES // (s.points * m_point)))
+        if self.fly:
+            together = 1
+        strip_rows, strip = s.strip(s.h.points, s.w.points, cols, s.c)
+        if s.images_last:
+            result = s.h.m * s.w.m * s.line
+        else:
+            result = (s.h.m * min(s.w.tiles, rows) * s.w.m + s.L) * s.line
+        parts = {
+            kernels.STRIP_AT: strip, kernels.RESULT_AT: result, kernels.TAPS_AT: (s.taps * s.L + s.L) * s.line,
+            kernels.M_AT: s.points * m_point * together, kernels.V_AT: s.points * v_point * self.fused,
+            kernels.U_AT: s.points * u_point * together * self.fly,
+        }  # fmt: skip
+        words, at = s.common(), 0
+        for key, size in parts.items():
+            words[key] = at
+            at += _odd(size)
+        self.thread_bytes = _up(at, 4096) + 64
+        out_c, in_c = (problem.c, problem.k) if turned else (problem.k, problem.c)
+        words |= s.source(in_c, (s.h.size, s.w.size), (s.h.origin, s.w.origin))
+        n, row, pixel, channel = s.image(out_c, (s.h.out, s.w.out))
+        w_k, w_c, w_tap = s.filters()
+        pieces = min(s.vectors, 4 * s.threads)
+        words |= {
+            kernels.DST_N: n, kernels.DST_H: row, kernels.DST_W: pixel, kernels.DST_C: channel,
+            kernels.OUT_H: s.h.out, kernels.OUT_W: s.w.out, kernels.BLOCKS: self.blocks,
+            kernels.STRIP_ROWS: strip_rows, kernels.GROUPS: self.groups, kernels.CHUNKS: self.chunks,
+            kernels.RANGES: self.ranges, kernels.V_POINT: v_point, kernels.V_GROUP: group, kernels.V_ROWS: self.MR,
+            kernels.V_ROW: s.line, kernels.V_VECTOR: self.MR * s.line, kernels.V_VECTORS: 1,
+            kernels.U_POINT: u_point, kernels.U_BLOCK: s.points * u_point, kernels.M_POINT: m_point,
+            kernels.M_BLOCK: s.points * m_point, kernels.M_BLOCKS: together,
+            kernels.W_OUT: w_c if turned else w_k, kernels.W_IN: w_k if turned else w_c, kernels.W_TAP: w_tap,
+            kernels.THREAD_BYTES: self.thread_bytes,
+            kernels.PARTS: pieces, kernels.PIECES: max(1, min(s.tiles // 4, -(-8 * s.threads // pieces))),
+        }  # fmt: skip
+        self.words = words
+        self.u_bytes = 0 if self.fly else s.points * u_point * self.blocks
+        self.v_bytes = 0 if self.fused else _up(s.points * v_point, 64)
+        self.workspace = 64 + s.groups * self.u_bytes + self.v_bytes + s.threads * self.thread_bytes
+
+    def runner(self) -> Runner:
+        s, problem = self.shape, self.shape.problem
+        turned = problem.direction == "dgrad"
+        axes = (s.h.m, s.h.taps, s.w.m, s.w.taps)
+        table = _table(self.words)
+        share = max(1, min(s.vectors, -(-8 * s.threads // self.blocks)))
+        filter_table = _table(self.words | {kernels.PARTS: share})
+        work = kernels.forward_kernel(
+            s.T, s.images_last, s.filters_last, s.images_last, turned, self.MR, NV, *axes, self.fly, self.fused
+        )
+        images = filters = None
+        if not self.fused:
+            images = kernels.image_kernel(s.T, s.images_last, kernels.BT, *axes, s.h.m, s.w.m)
+        if not self.fly:
+            filters = kernels.filter_kernel(s.T, s.filters_last, turned, NV, *axes)
+        threads, groups, u_bytes, v_bytes = s.threads, s.groups, self.u_bytes, self.v_bytes
+        address, filter_address = table.data_ptr(), filter_table.data_ptr()
+        src_g = s.c * self.words[kernels.SRC_C]
+        dst_g = s.k * self.words[kernels.DST_C]
+        w_g = (problem.k // groups) * s.filters()[0]
+        bias_g = s.k * s.size
+        key = (Winograd.name, s.points, s.h.m, s.w.m, problem.w_shape, problem.layouts[1], groups)
+
+        def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
+            base = _aligned(workspace)
+            shared = base + groups * u_bytes
+            scratch = shared + v_bytes
+            if filters is None:
+                u, u_step = b.data_ptr(), w_g
+            else:
+                assert workspace is not None
+
+                def make(to: Tensor) -> None:
+                    for g in range(groups):
+                        launch(filters, (filter_address, b.data_ptr() + g * w_g, to.data_ptr() + g * u_bytes, scratch),
+                               threads)  # fmt: skip
+
+                start = base - workspace.data_ptr()
+                spare = workspace[start : start + groups * u_bytes]
+                if turned:
+                    make(spare)
+                    made = spare
+                else:
+                    made = prepared(b, key, make, spare)
+                u, u_step = made.data_ptr(), u_bytes
+            x, y = a.data_ptr(), out.data_ptr()
+            first = 0 if bias is None else bias.data_ptr()
+            for g in range(groups):
+                if images is not None:
+                    launch(images, (address, x + g * src_g, shared, scratch, 0, s.tiles), threads)
+                more = first + g * bias_g if first else 0
+                launch(work, (address, x + g * src_g, u + g * u_step, y + g * dst_g, more, shared, scratch), threads)
+
+        run.tables = (table, filter_table)  # type: ignore[attr-defined]
+        return run
+
+
+NV_GRADIENT = 3 if kernels.LANE_BYTES < 64 else 2
+D_BYTES = 512 << 10
+
+
+class _Gradient:
+    """wgrad."""
+
+    def __init__(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> None:
+        s = self.shape = _Shape(problem, device, knobs)
+        nv = NV_GRADIENT
+        self.MR, W = s.L // 2, nv * s.L
+        self.blocks = -(-s.k // W)
+        self.runs = -(-s.tiles // knobs.tiles)
+        self.run_tiles = -(-s.tiles // self.runs)
+        chunks, ranges = 1, 1
+        while True:
+            per_c, per_k = -(-s.vectors // chunks), -(-self.blocks // ranges)
+            size = s.points * per_c * s.L * per_k * W * s.size
+            if size <= D_BYTES and chunks * ranges >= s.threads or (per_c == 1 and per_k == 1):
+                break
+            if per_c * s.L >= per_k * W and per_c > 1 or per_k == 1:
+                chunks = -(-s.vectors // (per_c - 1))
+            else:
+                ranges = -(-self.blocks // (per_k - 1))
+        self.chunks, self.ranges = chunks, ranges
+        d_row = per_k * W * s.size
+        d_point = _odd(per_c * s.L * d_row)
+        d_task = _up(s.points * d_point, 64)
+        several = self.runs > 1
+        cols = min(s.w.tiles, self.run_tiles)
+        strip_x, bytes_x = s.strip(s.h.points, s.w.points, cols, s.c)
+        strip_y, bytes_y = s.strip(s.h.m, s.w.m, cols, s.k)
+        taps = _odd((s.taps * s.L + s.L) * s.line)
+        strip = _odd(max(bytes_x, bytes_y))
+        self.thread_bytes = _up(taps + strip + (0 if several else d_task), 4096) + 64
+        self.d_bytes = d_task * chunks * ranges if several else 0
+        v_vector, y_block = self.run_tiles * s.line, self.run_tiles * nv * s.line
+        v_point, y_point = _odd(s.vectors * v_vector), _odd(self.blocks * y_block)
+        self.v_bytes, self.y_bytes = s.points * v_point, s.points * y_point
+        w_k, w_c, w_tap = s.filters()
+        common = s.common() | {
+            kernels.TAPS_AT: 0, kernels.STRIP_AT: taps, kernels.M_AT: taps + strip,
+            kernels.THREAD_BYTES: self.thread_bytes, kernels.V_ROWS: 1 << 40, kernels.V_GROUP: 0,
+        }  # fmt: skip
+        x = common | s.source(problem.c, (s.h.size, s.w.size), (s.h.origin, s.w.origin))
+        x |= {
+            kernels.STRIP_ROWS: strip_x, kernels.V_POINT: v_point, kernels.V_ROW: s.line, kernels.V_VECTORS: 1,
+            kernels.V_VECTOR: v_vector, **self._tasks(s.vectors),
+        }  # fmt: skip
+        vectors = -(-s.k // s.L)
+        y = common | s.source(problem.k, (s.h.out, s.w.out), (0, 0))
+        y |= {
+            kernels.STRIP_ROWS: strip_y, kernels.V_POINT: y_point, kernels.V_ROW: nv * s.line, kernels.V_VECTORS: nv,
+            kernels.V_VECTOR: y_block, kernels.CHANNELS: s.k, kernels.VECTORS: vectors, **self._tasks(vectors),
+        }  # fmt: skip
+        product = common | {
+            kernels.V_POINT: v_point, kernels.V_VECTOR: v_vector, kernels.U_POINT: y_point, kernels.U_BLOCK: y_block,
+            kernels.BLOCKS: self.blocks, kernels.CHUNKS: chunks, kernels.RANGES: ranges, kernels.D_ROW: d_row,
+            kernels.D_POINT: d_point, kernels.D_TASK: d_task if several else 0, kernels.W_OUT: w_k,
+            kernels.W_IN: w_c, kernels.W_TAP: w_tap,
+        }  # fmt: skip
+        self.tables = (x, y, product)
+        self.workspace = 64 + self.v_bytes + self.y_bytes + self.d_bytes + s.threads * self.thread_bytes
+
+    def _tasks(self, vectors: int) -> dict[int, int]:
+        parts = min(vectors, 4 * self.shape.threads)
+        pieces = max(1, min(self.run_tiles // 4, -(-8 * self.shape.threads // parts)))
+        return {kernels.PARTS: parts, kernels.PIECES: pieces}
+
+    def runner(self) -> Runner:
+        s, problem = self.shape, self.shape.problem
+        axes = (s.h.m, s.h.taps, s.w.m, s.w.taps)
+        turned = (s.h.taps, s.h.m, s.w.taps, s.w.m)  # F(r, m)
+        steps = (s.h.m, s.w.m)
+        images = kernels.image_kernel(s.T, s.images_last, kernels.BT, *turned, *steps)
+        others = kernels.image_kernel(s.T, s.images_last, kernels.G, *turned, *steps)
+        work = kernels.gradient_kernel(s.T, s.filters_last, self.MR, NV_GRADIENT, *axes)
+        tables = tuple(_table(words) for words in self.tables)
+        at_x, at_y, at_product = (table.data_ptr() for table in tables)
+        channel = self.tables[0][kernels.SRC_C], self.tables[1][kernels.SRC_C]
+        x_g, y_g, w_g = s.c * channel[0], s.k * channel[1], s.k * s.filters()[0]
+        threads, groups, runs, tiles = s.threads, s.groups, self.runs, s.tiles
+        v_bytes, y_bytes, d_bytes = self.v_bytes, self.y_bytes, self.d_bytes
+        ends = [(tiles * i // runs, tiles * (i + 1) // runs) for i in range(runs)]
+
+        def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
+            v = _aligned(workspace)
+            y, d = v + v_bytes, v + v_bytes + y_bytes
+            scratch = d + d_bytes
+            for g in range(groups):
+                x, dy, dw = a.data_ptr() + g * x_g, b.data_ptr() + g * y_g, out.data_ptr() + g * w_g
+                for first, end in ends:
+                    launch(images, (at_x, x, v, scratch, first, end), threads)
+                    launch(others, (at_y, dy, y, scratch, first, end), threads)
+                    args = (at_product, v, y, dw, d, scratch, end - first, first == 0, end == tiles)
+                    launch(work, args, threads)
+
+        run.tables = tables  # type: ignore[attr-defined]
+        return run
