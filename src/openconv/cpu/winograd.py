@@ -17,7 +17,7 @@ from ..prepared import prepared
 from ..problem import DTYPE_BYTES, Problem
 from ..winograd import Transform, error_bound, transform
 from . import winograd_kernels as kernels
-from .runtime import launch
+from .runtime import launch, numbering
 
 __all__ = ["Winograd", "WinogradKnobs"]
 
@@ -179,6 +179,7 @@ class _Shape:
         return {
             kernels.TILES: self.tiles, kernels.TILES_Y: self.h.tiles, kernels.TILES_X: self.w.tiles,
             kernels.CHANNELS: self.c, kernels.OUTS: self.k, kernels.VECTORS: self.vectors, kernels.W_RUN: self.L,
+            kernels.THREADS: self.threads,
         }  # fmt: skip
 
     def source(self, channels: int, sizes: tuple[int, int], origins: tuple[int, int]) -> dict[int, int]:
@@ -226,34 +227,32 @@ def _rows(tiles: int) -> int:
     return min(rates, key=lambda rows: (round(_up(tiles, rows) / rates[rows] / tiles, 2), -rows))
 
 
+def _division(s, knobs, MR, groups, blocks):
+    chunks = min(groups, -(-s.tiles // knobs.tiles))
+    ranges = 1 if chunks >= 2 * s.threads else max(1, min(blocks, -(-4 * s.threads // chunks)))
+    return chunks, ranges, 2
+
+
 class _Forward:
     """fprop and dgrad."""
 
     def __init__(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> None:
         s = self.shape = _Shape(problem, device, knobs)
-        self.fly, self.fused = knobs.way == "fly", knobs.way == "fused"
+        self.fly = knobs.way == "fly"
         self.MR = _rows(s.tiles)
         W = NV * s.L
         self.blocks = -(-s.k // W)
         self.groups = -(-s.tiles // self.MR)
-        self.chunks = min(self.groups, -(-s.tiles // knobs.tiles))
-        if self.fused and self.chunks < 4 * s.threads:
-            self.chunks = min(self.groups, _up(self.chunks, s.threads))
-        self.ranges = 1
-        if not self.fused:
-            wanted = 2 * s.threads
-            self.ranges = max(1, min(self.blocks, -(-wanted // self.chunks)))
+        self.chunks, self.ranges, wanted = _division(s, knobs, self.MR, self.groups, self.blocks)
         most = -(-self.groups // self.chunks)
         rows = most * self.MR
-        cols = min(s.w.tiles, s.tiles if not self.fused else rows)
+        cols = min(s.w.tiles, rows)
         turned = problem.direction == "dgrad"
-        group = s.vectors * self.MR * s.line
-        v_point = _odd(group * (most if self.fused else self.groups))
+        v_point = _odd(s.vectors * self.MR * s.line)
+        group = s.points * v_point
         u_point = _odd(s.vectors * s.L * W * s.size)
         m_point = _odd(rows * W * s.size)
-        together = max(1, min(-(-self.blocks // self.ranges), M_BYTES // (s.points * m_point)))
-        if self.fly:
-            together = 1
+        together = min(wanted, -(-self.blocks // self.ranges))
         strip_rows, strip = s.strip(s.h.points, s.w.points, cols, s.c)
         if s.images_last:
             result = s.h.m * s.w.m * s.line
@@ -261,7 +260,7 @@ class _Forward:
             result = (s.h.m * min(s.w.tiles, rows) * s.w.m + s.L) * s.line
         parts = {
             kernels.STRIP_AT: strip, kernels.RESULT_AT: result, kernels.TAPS_AT: (s.taps * s.L + s.L) * s.line,
-            kernels.M_AT: s.points * m_point * together, kernels.V_AT: s.points * v_point * self.fused,
+            kernels.M_AT: s.points * m_point * together, kernels.V_AT: group * most,
             kernels.U_AT: s.points * u_point * together * self.fly,
         }  # fmt: skip
         words, at = s.common(), 0
@@ -273,7 +272,6 @@ class _Forward:
         words |= s.source(in_c, (s.h.size, s.w.size), (s.h.origin, s.w.origin))
         n, row, pixel, channel = s.image(out_c, (s.h.out, s.w.out))
         w_k, w_c, w_tap = s.filters()
-        pieces = min(s.vectors, 4 * s.threads)
         words |= {
             kernels.DST_N: n, kernels.DST_H: row, kernels.DST_W: pixel, kernels.DST_C: channel,
             kernels.OUT_H: s.h.out, kernels.OUT_W: s.w.out, kernels.BLOCKS: self.blocks,
@@ -284,40 +282,33 @@ class _Forward:
             kernels.M_BLOCK: s.points * m_point, kernels.M_BLOCKS: together,
             kernels.W_OUT: w_c if turned else w_k, kernels.W_IN: w_k if turned else w_c, kernels.W_TAP: w_tap,
             kernels.THREAD_BYTES: self.thread_bytes,
-            kernels.PARTS: pieces, kernels.PIECES: max(1, min(s.tiles // 4, -(-8 * s.threads // pieces))),
+            kernels.PARTS: max(1, min(s.vectors, -(-8 * s.threads // self.blocks))),
         }  # fmt: skip
         self.words = words
         self.u_bytes = 0 if self.fly else s.points * u_point * self.blocks
-        self.v_bytes = 0 if self.fused else _up(s.points * v_point, 64)
-        self.workspace = 64 + s.groups * self.u_bytes + self.v_bytes + s.threads * self.thread_bytes
+        self.workspace = 64 + s.groups * self.u_bytes + s.threads * self.thread_bytes
 
     def runner(self) -> Runner:
         s, problem = self.shape, self.shape.problem
         turned = problem.direction == "dgrad"
         axes = (s.h.m, s.h.taps, s.w.m, s.w.taps)
         table = _table(self.words)
-        share = max(1, min(s.vectors, -(-8 * s.threads // self.blocks)))
-        filter_table = _table(self.words | {kernels.PARTS: share})
         work = kernels.forward_kernel(
-            s.T, s.images_last, s.filters_last, s.images_last, turned, self.MR, NV, *axes, self.fly, self.fused
+            s.T, s.images_last, s.filters_last, s.images_last, turned, self.MR, NV, *axes, self.fly
         )
-        images = filters = None
-        if not self.fused:
-            images = kernels.image_kernel(s.T, s.images_last, kernels.BT, *axes, s.h.m, s.w.m)
-        if not self.fly:
-            filters = kernels.filter_kernel(s.T, s.filters_last, turned, NV, *axes)
-        threads, groups, u_bytes, v_bytes = s.threads, s.groups, self.u_bytes, self.v_bytes
-        address, filter_address = table.data_ptr(), filter_table.data_ptr()
+        filters = None if self.fly else kernels.filter_kernel(s.T, s.filters_last, turned, NV, *axes)
+        threads, groups, u_bytes, address = s.threads, s.groups, self.u_bytes, table.data_ptr()
         src_g = s.c * self.words[kernels.SRC_C]
         dst_g = s.k * self.words[kernels.DST_C]
         w_g = (problem.k // groups) * s.filters()[0]
         bias_g = s.k * s.size
         key = (Winograd.name, s.points, s.h.m, s.w.m, problem.w_shape, problem.layouts[1], groups)
 
+        shares = (numbering(threads), *[0] * threads)  # a counter for each thread's share of the tasks
+
         def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
             base = _aligned(workspace)
-            shared = base + groups * u_bytes
-            scratch = shared + v_bytes
+            scratch = base + groups * u_bytes
             if filters is None:
                 u, u_step = b.data_ptr(), w_g
             else:
@@ -325,8 +316,7 @@ class _Forward:
 
                 def make(to: Tensor) -> None:
                     for g in range(groups):
-                        launch(filters, (filter_address, b.data_ptr() + g * w_g, to.data_ptr() + g * u_bytes, scratch),
-                               threads)  # fmt: skip
+                        launch(filters, (address, b.data_ptr() + g * w_g, to.data_ptr() + g * u_bytes, scratch, *shares), threads)
 
                 start = base - workspace.data_ptr()
                 spare = workspace[start : start + groups * u_bytes]
@@ -339,17 +329,15 @@ class _Forward:
             x, y = a.data_ptr(), out.data_ptr()
             first = 0 if bias is None else bias.data_ptr()
             for g in range(groups):
-                if images is not None:
-                    launch(images, (address, x + g * src_g, shared, scratch, 0, s.tiles), threads)
                 more = first + g * bias_g if first else 0
-                launch(work, (address, x + g * src_g, u + g * u_step, y + g * dst_g, more, shared, scratch), threads)
+                launch(work, (address, x + g * src_g, u + g * u_step, y + g * dst_g, more, scratch, *shares), threads)
 
-        run.tables = (table, filter_table)  # type: ignore[attr-defined]
+        run.tables = (table,)  # type: ignore[attr-defined]
         return run
 
 
 NV_GRADIENT = 3 if kernels.LANE_BYTES < 64 else 2
-D_BYTES = 512 << 10
+D_BYTES = 300 << 10
 
 
 class _Gradient:
@@ -361,89 +349,88 @@ class _Gradient:
         self.MR, W = s.L // 2, nv * s.L
         self.blocks = -(-s.k // W)
         self.runs = -(-s.tiles // knobs.tiles)
-        self.run_tiles = -(-s.tiles // self.runs)
-        chunks, ranges = 1, 1
-        while True:
-            per_c, per_k = -(-s.vectors // chunks), -(-self.blocks // ranges)
-            size = s.points * per_c * s.L * per_k * W * s.size
-            if size <= D_BYTES and chunks * ranges >= s.threads or (per_c == 1 and per_k == 1):
-                break
-            if per_c * s.L >= per_k * W and per_c > 1 or per_k == 1:
-                chunks = -(-s.vectors // (per_c - 1))
+        tiles = -(-s.tiles // self.runs)
+        self.chunks, self.ranges = _grid(s.vectors, self.blocks, s.threads, s.L, W, s.points)
+        per_c, per_k = -(-s.vectors // self.chunks), -(-self.blocks // self.ranges)
+        # Squares of sums that stay in the second-level cache.
+        wide, high = per_c, per_k
+        while s.points * wide * s.L * high * W * s.size > D_BYTES and (wide, high) != (1, 1):
+            if wide * s.L >= high * W and wide > 1 or high == 1:
+                wide = -(-wide // 2)
             else:
-                ranges = -(-self.blocks // (per_k - 1))
-        self.chunks, self.ranges = chunks, ranges
-        d_row = per_k * W * s.size
-        d_point = _odd(per_c * s.L * d_row)
-        d_task = _up(s.points * d_point, 64)
+                high = -(-high // 2)
+        d_row = high * W * s.size
+        d_point = _odd(wide * s.L * d_row)
+        square = s.points * d_point
         several = self.runs > 1
-        cols = min(s.w.tiles, self.run_tiles)
-        strip_x, bytes_x = s.strip(s.h.points, s.w.points, cols, s.c)
-        strip_y, bytes_y = s.strip(s.h.m, s.w.m, cols, s.k)
-        taps = _odd((s.taps * s.L + s.L) * s.line)
-        strip = _odd(max(bytes_x, bytes_y))
-        self.thread_bytes = _up(taps + strip + (0 if several else d_task), 4096) + 64
-        self.d_bytes = d_task * chunks * ranges if several else 0
-        v_vector, y_block = self.run_tiles * s.line, self.run_tiles * nv * s.line
-        v_point, y_point = _odd(s.vectors * v_vector), _odd(self.blocks * y_block)
-        self.v_bytes, self.y_bytes = s.points * v_point, s.points * y_point
-        w_k, w_c, w_tap = s.filters()
-        common = s.common() | {
-            kernels.TAPS_AT: 0, kernels.STRIP_AT: taps, kernels.M_AT: taps + strip,
-            kernels.THREAD_BYTES: self.thread_bytes, kernels.V_ROWS: 1 << 40, kernels.V_GROUP: 0,
+        d_task = square * -(-per_c // wide) * -(-per_k // high)
+        cols = min(s.w.tiles, tiles)
+        strip_x, bytes_x = s.strip(s.h.points, s.w.points, cols, per_c * s.L)
+        strip_y, bytes_y = s.strip(s.h.m, s.w.m, cols, per_k * W)
+        v_vector, y_block = tiles * s.line, tiles * nv * s.line
+        v_point, y_point = _odd(per_c * v_vector), _odd(per_k * y_block)
+        parts = {
+            kernels.STRIP_AT: max(bytes_x, bytes_y), kernels.TAPS_AT: (s.taps * s.L + s.L) * s.line,
+            kernels.M_AT: 0 if several else square, kernels.V_AT: s.points * v_point, kernels.U_AT: s.points * y_point,
         }  # fmt: skip
+        common, at = s.common(), 0
+        for key, size in parts.items():
+            common[key] = at
+            at += _odd(size)
+        self.thread_bytes = _up(at, 4096) + 64
+        self.d_bytes = d_task * self.chunks * self.ranges if several else 0
+        common |= {kernels.THREAD_BYTES: self.thread_bytes, kernels.V_ROWS: 1 << 40, kernels.V_GROUP: 0}
         x = common | s.source(problem.c, (s.h.size, s.w.size), (s.h.origin, s.w.origin))
         x |= {
             kernels.STRIP_ROWS: strip_x, kernels.V_POINT: v_point, kernels.V_ROW: s.line, kernels.V_VECTORS: 1,
-            kernels.V_VECTOR: v_vector, **self._tasks(s.vectors),
+            kernels.V_VECTOR: v_vector,
         }  # fmt: skip
-        vectors = -(-s.k // s.L)
         y = common | s.source(problem.k, (s.h.out, s.w.out), (0, 0))
         y |= {
             kernels.STRIP_ROWS: strip_y, kernels.V_POINT: y_point, kernels.V_ROW: nv * s.line, kernels.V_VECTORS: nv,
-            kernels.V_VECTOR: y_block, kernels.CHANNELS: s.k, kernels.VECTORS: vectors, **self._tasks(vectors),
+            kernels.V_VECTOR: y_block, kernels.CHANNELS: s.k, kernels.VECTORS: -(-s.k // s.L),
         }  # fmt: skip
+        w_k, w_c, w_tap = s.filters()
         product = common | {
             kernels.V_POINT: v_point, kernels.V_VECTOR: v_vector, kernels.U_POINT: y_point, kernels.U_BLOCK: y_block,
-            kernels.BLOCKS: self.blocks, kernels.CHUNKS: chunks, kernels.RANGES: ranges, kernels.D_ROW: d_row,
-            kernels.D_POINT: d_point, kernels.D_TASK: d_task if several else 0, kernels.W_OUT: w_k,
+            kernels.BLOCKS: self.blocks, kernels.CHUNKS: self.chunks, kernels.RANGES: self.ranges,
+            kernels.RUNS: self.runs, kernels.C_STEP: wide, kernels.K_STEP: high, kernels.D_ROW: d_row,
+            kernels.D_POINT: d_point, kernels.D_SQUARE: square, kernels.D_TASK: d_task, kernels.W_OUT: w_k,
             kernels.W_IN: w_c, kernels.W_TAP: w_tap,
         }  # fmt: skip
         self.tables = (x, y, product)
-        self.workspace = 64 + self.v_bytes + self.y_bytes + self.d_bytes + s.threads * self.thread_bytes
-
-    def _tasks(self, vectors: int) -> dict[int, int]:
-        parts = min(vectors, 4 * self.shape.threads)
-        pieces = max(1, min(self.run_tiles // 4, -(-8 * self.shape.threads // parts)))
-        return {kernels.PARTS: parts, kernels.PIECES: pieces}
+        self.workspace = 64 + self.d_bytes + s.threads * self.thread_bytes
 
     def runner(self) -> Runner:
-        s, problem = self.shape, self.shape.problem
+        s = self.shape
         axes = (s.h.m, s.h.taps, s.w.m, s.w.taps)
-        turned = (s.h.taps, s.h.m, s.w.taps, s.w.m)  # F(r, m)
-        steps = (s.h.m, s.w.m)
-        images = kernels.image_kernel(s.T, s.images_last, kernels.BT, *turned, *steps)
-        others = kernels.image_kernel(s.T, s.images_last, kernels.G, *turned, *steps)
-        work = kernels.gradient_kernel(s.T, s.filters_last, self.MR, NV_GRADIENT, *axes)
+        work = kernels.gradient_kernel(s.T, s.images_last, s.filters_last, self.MR, NV_GRADIENT, *axes)
         tables = tuple(_table(words) for words in self.tables)
-        at_x, at_y, at_product = (table.data_ptr() for table in tables)
+        addresses = tuple(table.data_ptr() for table in tables)
         channel = self.tables[0][kernels.SRC_C], self.tables[1][kernels.SRC_C]
         x_g, y_g, w_g = s.c * channel[0], s.k * channel[1], s.k * s.filters()[0]
-        threads, groups, runs, tiles = s.threads, s.groups, self.runs, s.tiles
-        v_bytes, y_bytes, d_bytes = self.v_bytes, self.y_bytes, self.d_bytes
-        ends = [(tiles * i // runs, tiles * (i + 1) // runs) for i in range(runs)]
+        threads, groups, d_bytes = s.threads, s.groups, self.d_bytes
+        shares = (numbering(threads), *[0] * threads)
 
         def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
-            v = _aligned(workspace)
-            y, d = v + v_bytes, v + v_bytes + y_bytes
-            scratch = d + d_bytes
+            kept = _aligned(workspace)
             for g in range(groups):
                 x, dy, dw = a.data_ptr() + g * x_g, b.data_ptr() + g * y_g, out.data_ptr() + g * w_g
-                for first, end in ends:
-                    launch(images, (at_x, x, v, scratch, first, end), threads)
-                    launch(others, (at_y, dy, y, scratch, first, end), threads)
-                    args = (at_product, v, y, dw, d, scratch, end - first, first == 0, end == tiles)
-                    launch(work, args, threads)
+                launch(work, (*addresses, x, dy, dw, kept, kept + d_bytes, *shares), threads)
 
         run.tables = tables  # type: ignore[attr-defined]
         return run
+
+
+def _grid(vectors: int, blocks: int, threads: int, L: int, W: int, points: int) -> tuple[int, int]:
+    """Ranges of channels and of filters, about as many as threads: all of them transform what they multiply."""
+
+    def cost(grid: tuple[int, int]) -> float:
+        chunks, ranges = grid
+        c, k = -(-vectors // chunks), -(-blocks // ranges)
+        task = points * c * L * k * W / L / 2 + 140 * (c + k * W // L)  # cycles for a tile
+        return task * -(-chunks * ranges // threads)
+
+    most = 2 * threads
+    grids = [(c, k) for c in range(1, min(vectors, most) + 1) for k in range(1, min(blocks, most) + 1) if c * k <= most]
+    return min(grids, key=lambda grid: (cost(grid), grid[0] * grid[1]))

@@ -43,18 +43,19 @@ from .simd import (
     load_block_clipped,
     load_clipped,
     load_scalar,
-    next_tile,
+    next_of_share,
+    prefetch,
     store,
     store_block,
     store_block_clipped,
     store_clipped,
-    thread_index,
+    thread_number,
     transpose,
     vector_of,
     zero,
 )
 
-__all__ = ["AT", "BT", "G", "WORDS", "filter_kernel", "forward_kernel", "gradient_kernel", "image_kernel"]
+__all__ = ["AT", "BT", "G", "WORDS", "filter_kernel", "forward_kernel", "gradient_kernel"]
 
 BT, G, AT = 0, 1, 2
 
@@ -64,11 +65,11 @@ BT, G, AT = 0, 1, 2
     SRC_N, SRC_H, SRC_W, SRC_C, HEIGHT, WIDTH, CHANNELS, VECTORS,
     DST_N, DST_H, DST_W, DST_C, OUT_H, OUT_W, OUTS, BLOCKS,
     TILES, TILES_Y, TILES_X, ORIGIN_H, ORIGIN_W, STRIP_ROWS,
-    V_POINT, V_GROUP, V_ROWS, V_ROW, V_VECTOR, V_VECTORS, V_PART,
+    V_POINT, V_GROUP, V_ROWS, V_ROW, V_VECTOR, V_VECTORS,
     U_POINT, U_BLOCK, M_POINT, M_BLOCK, M_BLOCKS, W_OUT, W_IN, W_TAP, W_RUN,
-    GROUPS, CHUNKS, RANGES, PIECES, PARTS,
-    STRIP_AT, RESULT_AT, M_AT, V_AT, U_AT, TAPS_AT, THREAD_BYTES, FLY,
-    C_RANGE, K_RANGE, D_ROW, D_POINT, D_TASK,
+    GROUPS, CHUNKS, RANGES, PARTS,
+    STRIP_AT, RESULT_AT, M_AT, V_AT, U_AT, TAPS_AT, THREAD_BYTES,
+    D_ROW, D_POINT, D_SQUARE, D_TASK, C_STEP, K_STEP, RUNS, THREADS,
     WORDS,
 ) = range(57)  # fmt: skip
 
@@ -295,30 +296,6 @@ def _image_transform(T: type, last: bool, which: int, mh: int, rh: int, mw: int,
     return tiles if last else strips
 
 
-@functools.cache
-def image_kernel(
-    T: type, last: bool, which: int, mh: int, rh: int, mw: int, rw: int, sh: int, sw: int
-) -> Kernel:  # fmt: skip
-    """Transform tiles of images into V. Arguments: table, source, target, scratch, first tile, end."""
-    transform_ = _image_transform(T, last, which, mh, rh, mw, rw, sh, sw)
-
-    @kernel
-    def winograd_images(block):
-        table, source, target = argument(block, 0), argument(block, 1), argument(block, 2)
-        scratch = argument(block, 3) + thread_index(block) * word(table, THREAD_BYTES) + word(table, STRIP_AT)
-        first, end = argument(block, 4), argument(block, 5)
-        pieces, parts, vectors = word(table, PIECES), word(table, PARTS), word(table, VECTORS)
-        task = next_tile(block)
-        while task < pieces * parts:
-            piece, part = task // parts, task % parts
-            low, high = first + (end - first) * piece // pieces, first + (end - first) * (piece + 1) // pieces
-            transform_(table, source, target, scratch, first, low, high,
-                       vectors * part // parts, vectors * (part + 1) // parts)  # fmt: skip
-            task = next_tile(block)
-
-    return winograd_images
-
-
 # ---- filters -------------------------------------------------------------------------------------------------
 
 
@@ -391,14 +368,15 @@ def filter_kernel(
     @kernel
     def winograd_filters(block):
         table, source, target = argument(block, 0), argument(block, 1), argument(block, 2)
-        scratch = argument(block, 3) + thread_index(block) * word(table, THREAD_BYTES) + word(table, TAPS_AT)
+        number = thread_number(block, argument(block, 4))
+        scratch = argument(block, 3) + number * word(table, THREAD_BYTES) + word(table, TAPS_AT)
         blocks, parts, vectors = word(table, BLOCKS), word(table, PARTS), word(table, VECTORS)
-        task = next_tile(block)
-        while task < blocks * parts:
+        task, away = next_of_share(block, 5, word(table, THREADS), number, 0, blocks * parts)
+        while task >= 0:
             at, part = task // parts, task % parts
             filters(table, source, target + at * word(table, U_BLOCK), scratch, at,
                     vectors * part // parts * L, vectors * (part + 1) // parts * L)  # fmt: skip
-            task = next_tile(block)
+            task, away = next_of_share(block, 5, word(table, THREADS), number, away, blocks * parts)
 
     return winograd_filters
 
@@ -410,12 +388,24 @@ def filter_kernel(
 def _products(T: type, MR: int, NV: int) -> Any:
     L, SIZE, LB = lanes(T), np.dtype(T).itemsize, LANE_BYTES
     A_STEP, B_STEP, VB, COUNT = MR * LB, L * NV * LB, NV * LB, MR * NV
+    LINES = max(1, VB // 64)
 
     @inline
-    def products(table, a, b, m, groups):
-        """m[tile][W] = a[group][c][MR] * b[c][W] for tiles in groups of MR."""
+    def products(table, a, b, m, groups, following):
+        """m[tile][W] = a[group][c][MR] * b[c][W] for tiles in groups of MR. The first group has what `following` points
+        to brought nearer, as much as b has: the filters of the next product, which come from far."""
         vectors, group = word(table, VECTORS), word(table, V_GROUP)
-        for i in range(groups):
+        sums = fill(COUNT, zero(T))
+        from_, by = a, b
+        for _ in range(vectors):
+            for j in range(L):
+                sums = fma_rows(sums, MR, from_ + j * SIZE, LB, by + j * VB)
+                prefetch(LINES, following + j * VB)
+            from_ += A_STEP
+            by += B_STEP
+            following += B_STEP
+        store_block(sums, m, LB)
+        for i in range(1, groups):
             sums = fill(COUNT, zero(T))
             from_, by = a + i * group, b
             for _ in range(vectors):
@@ -497,12 +487,12 @@ def _results(T: type, last: bool, NV: int, mh: int, rh: int, mw: int, rw: int) -
 @functools.cache
 def forward_kernel(
     T: type, src_last: bool, w_last: bool, dst_last: bool, turned: bool, MR: int, NV: int,
-    mh: int, rh: int, mw: int, rw: int, fly: bool, fused: bool,
+    mh: int, rh: int, mw: int, rw: int, fly: bool,
 ) -> Kernel:  # fmt: skip
-    """Products and results of groups of tiles for ranges of filters.
+    """All of fprop or dgrad but the filters' transform. A task has some groups of tiles and a range of filters.
 
-    Arguments: table, x, U (or the filters themselves where they are transformed on the `fly`), y, bias, V, scratch.
-    `fused`: a task transforms the images of its own tiles first, and runs over all filters.
+    Arguments: table, x, U, y, bias, scratch; in place of U the filters themselves, where they are transformed on the
+    `fly`. Images are transformed by each thread that needs them: to fetch what another core has written takes longer.
     """
     images = _image_transform(T, src_last, BT, mh, rh, mw, rw, mh, mw)
     filters = _filter_transform(T, w_last, turned, NV, mh, rh, mw, rw)
@@ -513,46 +503,45 @@ def forward_kernel(
     @kernel
     def winograd_forward(block):
         table, x, u, y = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
-        bias, shared = argument(block, 4), argument(block, 5)
-        scratch = argument(block, 6) + thread_index(block) * word(table, THREAD_BYTES)
+        number, tasks = thread_number(block, argument(block, 6)), word(table, CHUNKS) * word(table, RANGES)
+        bias, scratch = argument(block, 4), argument(block, 5) + number * word(table, THREAD_BYTES)
         chunks, ranges, groups, most = word(table, CHUNKS), word(table, RANGES), word(table, GROUPS), word(table, TILES)
         vectors, blocks, together = word(table, VECTORS), word(table, BLOCKS), word(table, M_BLOCKS)
-        m = scratch + word(table, M_AT)
-        task = next_tile(block)
-        while task < chunks * ranges:
-            # Neighbours in time share filters.
-            piece, chunk = task // chunks, task % chunks
+        u_block, u_point = word(table, U_BLOCK), word(table, U_POINT)
+        v_point, m_point, m_block = word(table, V_POINT), word(table, M_POINT), word(table, M_BLOCK)
+        m, v = scratch + word(table, M_AT), scratch + word(table, V_AT)
+        there = -1
+        task, away = next_of_share(block, 7, word(table, THREADS), number, 0, tasks)
+        while task >= 0:
+            chunk, piece = task // ranges, task % ranges
             first, end = groups * chunk // chunks, groups * (chunk + 1) // chunks
             low, high = first * MR, min(end * MR, most)
-            v = shared + first * word(table, V_GROUP)
-            if fused:
-                v = scratch + word(table, V_AT)
+            if chunk != there:
+                there = chunk
                 images(table, x, v, scratch + word(table, STRIP_AT), low, low, high, 0, vectors)
-            for tile in range(high, end * MR):  # tiles that fill the last group
-                to = v + (end - first - 1) * word(table, V_GROUP) + tile % MR * LB
-                for xi in range(POINTS):
-                    for c in range(vectors):
-                        store(to + xi * word(table, V_POINT) + c * MR * LB, zero(T))
+                for tile in range(high, end * MR):  # tiles that fill the last group
+                    to = v + (end - first - 1) * word(table, V_GROUP) + tile % MR * LB
+                    for xi in range(POINTS):
+                        for c in range(vectors):
+                            store(to + xi * v_point + c * MR * LB, zero(T))
             k, k1 = blocks * piece // ranges, blocks * (piece + 1) // ranges
             while k < k1:
                 some = min(together, k1 - k)
+                from_ = u + k * u_block
                 if fly:
+                    from_ = scratch + word(table, U_AT)
                     for i in range(some):
-                        filters(table, u, scratch + word(table, U_AT) + i * word(table, U_BLOCK),
-                                scratch + word(table, TAPS_AT), k + i, 0, vectors * L)  # fmt: skip
+                        filters(table, u, from_ + i * u_block, scratch + word(table, TAPS_AT), k + i, 0, vectors * L)
                 for xi in range(POINTS):
                     for i in range(some):
-                        if fly:
-                            b = scratch + word(table, U_AT) + i * word(table, U_BLOCK)
-                        else:
-                            b = u + (k + i) * word(table, U_BLOCK)
-                        products(table, v + xi * word(table, V_POINT), b + xi * word(table, U_POINT),
-                                 m + i * word(table, M_BLOCK) + xi * word(table, M_POINT), end - first)  # fmt: skip
+                        b, following = from_ + i * u_block + xi * u_point, from_ + (i + 1) * u_block + xi * u_point
+                        if i + 1 == some:
+                            following = from_ + (xi + 1) * u_point
+                        products(table, v + xi * v_point, b, m + i * m_block + xi * m_point, end - first, following)
                 for i in range(some):
-                    results(table, m + i * word(table, M_BLOCK), y, bias, scratch + word(table, RESULT_AT), k + i,
-                            low, high)  # fmt: skip
+                    results(table, m + i * m_block, y, bias, scratch + word(table, RESULT_AT), k + i, low, high)
                 k += some
-            task = next_tile(block)
+            task, away = next_of_share(block, 7, word(table, THREADS), number, away, tasks)
 
     return winograd_forward
 
@@ -562,15 +551,18 @@ def forward_kernel(
 
 @functools.cache
 def gradient_kernel(
-    T: type, last: bool, MR: int, NV: int, mh: int, rh: int, mw: int, rw: int
+    T: type, images_last: bool, last: bool, MR: int, NV: int, mh: int, rh: int, mw: int, rw: int
 ) -> Kernel:  # fmt: skip
-    """D += V * Y over a run of tiles, for ranges of channels and filters; dw from D behind the last run.
+    """All of wgrad. A task has a range of channels and one of filters, of which it transforms x and dy, run by run of
+    tiles, and adds up the products; no two tasks add to the same number, and the order is that of the tiles.
 
-    Arguments: table, V, Y, dw, D, scratch, tiles of this run, whether it is the first, whether it is the last. F(rh, mh)
-    has rh results of mh taps.
+    Arguments: the tables of x, dy and of the products, x, dy, dw, sums that outlast a run, scratch. F(rh, mh) has rh
+    results of mh taps.
     """
+    images = _image_transform(T, images_last, BT, rh, mh, rw, mw, mh, mw)
+    others = _image_transform(T, images_last, G, rh, mh, rw, mw, mh, mw)
     L, SIZE, LB = lanes(T), np.dtype(T).itemsize, LANE_BYTES
-    TH, TW, TAPS, W = mh + rh - 1, mw + rw - 1, rh * rw, NV * lanes(T)
+    TH, TW, TAPS = mh + rh - 1, mw + rw - 1, rh * rw
     POINTS, COUNT, HALVES, VB = TH * TW, MR * NV, lanes(T) // MR, NV * LANE_BYTES
     scatter = _scatter(T)
 
@@ -608,35 +600,59 @@ def gradient_kernel(
                     scatter(scratch, count * TAPS, to, lane, outs - k)
                 c += count
 
+    @inline
+    def square(table, v, y, d, tiles, fresh, c0, c1, k0, k1):
+        """d (+)= products of the halves c0 .. c1 of vectors of channels and of the blocks k0 .. k1 of filters."""
+        row, point, block = word(table, D_ROW), word(table, D_POINT), word(table, U_BLOCK)
+        v_point, y_point, vector = word(table, V_POINT), word(table, U_POINT), word(table, V_VECTOR)
+        for xi in range(POINTS):
+            for k in range(k0, k1):
+                b = y + xi * y_point + k * block
+                for c in range(c0, c1):
+                    a = v + xi * v_point + c // HALVES * vector + c % HALVES * MR * SIZE
+                    to = d + xi * point + (c - c0) * MR * row + (k - k0) * VB
+                    sums = fill(COUNT, zero(T))
+                    if not fresh:
+                        sums = load_rows(sums, MR, to, row)
+                    store_rows(sums_of(a, b, tiles, sums), MR, to, row)
+
     @kernel
     def winograd_gradient(block):
-        table, v, y, dw = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
-        scratch = argument(block, 5) + thread_index(block) * word(table, THREAD_BYTES)
-        tiles, is_first, is_last = argument(block, 6), argument(block, 7), argument(block, 8)
-        chunks, ranges, vectors, blocks = (word(table, CHUNKS), word(table, RANGES), word(table, VECTORS),
-                                           word(table, BLOCKS))  # fmt: skip
-        row, point = word(table, D_ROW), word(table, D_POINT)
-        task = next_tile(block)
-        while task < chunks * ranges:
-            piece, chunk = task // chunks, task % chunks
+        of_x, of_y, table = argument(block, 0), argument(block, 1), argument(block, 2)
+        x, dy, dw, kept = argument(block, 3), argument(block, 4), argument(block, 5), argument(block, 6)
+        number, tasks = thread_number(block, argument(block, 8)), word(table, CHUNKS) * word(table, RANGES)
+        scratch = argument(block, 7) + number * word(table, THREAD_BYTES)
+        ranges, vectors, blocks, most = word(table, RANGES), word(table, VECTORS), word(table, BLOCKS), word(table, TILES)
+        chunks, runs, y_vectors = word(table, CHUNKS), word(table, RUNS), word(of_y, VECTORS)
+        wide, high = word(table, C_STEP), word(table, K_STEP)
+        v, y, strip = scratch + word(table, V_AT), scratch + word(table, U_AT), scratch + word(table, STRIP_AT)
+        task, away = next_of_share(block, 9, word(table, THREADS), number, 0, tasks)
+        while task >= 0:
+            chunk, piece = task // ranges, task % ranges
             v0, v1 = vectors * chunk // chunks, vectors * (chunk + 1) // chunks
             k0, k1 = blocks * piece // ranges, blocks * (piece + 1) // ranges
-            d = scratch + word(table, M_AT)
-            if word(table, D_TASK) != 0:  # sums of several runs stay in memory
-                d = argument(block, 4) + task * word(table, D_TASK)
-            for xi in range(POINTS):
-                for k in range(k0, k1):
-                    b = y + xi * word(table, U_POINT) + k * word(table, U_BLOCK)
-                    for c in range(v0 * HALVES, v1 * HALVES):
-                        a = v + xi * word(table, V_POINT) + c // HALVES * word(table, V_VECTOR) + c % HALVES * MR * SIZE
-                        to = d + xi * point + (c - v0 * HALVES) * MR * row + (k - k0) * VB
-                        sums = fill(COUNT, zero(T))
-                        if is_first == 0:
-                            sums = load_rows(sums, MR, to, row)
-                        store_rows(sums_of(a, b, tiles, sums), MR, to, row)
-            if is_last != 0:
-                finish(table, d, dw, scratch + word(table, TAPS_AT), v0 * L, v1 * L, k0, k1)
-            task = next_tile(block)
+            for run in range(runs):
+                first, end = most * run // runs, most * (run + 1) // runs
+                images(of_x, x, v - v0 * word(of_x, V_VECTOR), strip, first, first, end, v0, v1)
+                others(of_y, dy, y - k0 * word(of_y, V_VECTOR), strip, first, first, end, k0 * NV,
+                       min(k1 * NV, y_vectors))  # fmt: skip
+                d = scratch + word(table, M_AT)
+                if runs > 1:  # the sums of all squares stay
+                    d = kept + task * word(table, D_TASK)
+                k = k0
+                while k < k1:
+                    k_end, c = min(k + high, k1), v0
+                    while c < v1:
+                        c_end = min(c + wide, v1)
+                        square(table, v, y, d, end - first, run == 0, (c - v0) * HALVES, (c_end - v0) * HALVES, k - k0,
+                               k_end - k0)  # fmt: skip
+                        if run + 1 == runs:
+                            finish(table, d, dw, scratch + word(table, TAPS_AT), c * L, c_end * L, k, k_end)
+                        if runs > 1:
+                            d += word(table, D_SQUARE)
+                        c = c_end
+                    k = k_end
+            task, away = next_of_share(block, 9, word(table, THREADS), number, away, tasks)
 
     return winograd_gradient
 
