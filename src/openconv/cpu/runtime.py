@@ -257,8 +257,8 @@ def launch(kernel: Kernel, args: Sequence[int], threads: int) -> None:
 def numbering(threads: int) -> int:
     """The address of a function that tells a thread of such a team its number, the same in every launch; 0 for none.
 
-    The order in which threads enter is another each time. A thread that writes where it wrote before finds the memory in
-    its own cache; what another core wrote last takes longer to get than from memory (`simd.thread_number`).
+    The order in which threads enter is another each time. A thread that writes where it wrote before finds the memory
+    in its own cache; what another core wrote last takes longer to get than from memory (`simd.thread_number`).
     """
     if threads <= 1 or (_team or _find_team()) is _python_team:
         return 0

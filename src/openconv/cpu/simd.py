@@ -775,8 +775,8 @@ def thread_index(block):
 
 @inline
 def thread_number(block, numbering):
-    """thread_number(block, address) -> like `thread_index`, but the same for a thread in every launch, where the address
-    is `runtime.numbering`'s and not 0."""
+    """thread_number(block, address) -> like `thread_index`, but the same for a thread in every launch, where the
+    address is `runtime.numbering`'s and not 0."""
     if numbering == 0:
         return thread_index(block)
     return _call_address(numbering)

@@ -26,10 +26,9 @@ _DTYPES: dict[str, type] = {"f32": np.float32, "f64": np.float64}
 
 @dataclass(frozen=True)
 class WinogradKnobs(Knobs):
-    """``m``: results of a tile along an axis. ``way``: ``fused``, where a task transforms the images of its tiles and
-    multiplies them by all filters; ``split``, where all images are transformed first, and a task has tiles and a range of
-    filters; ``fly``, which is that with filters transformed by the task that uses them; ``runs`` of a wgrad.
-    ``tiles``: of a task, or of a run, at most."""
+    """``m``: results of a tile along an axis of 3 taps; 5 taps have two less. ``way``: filters are ``kept`` transformed,
+    or transformed on the ``fly`` by each task that uses them; a wgrad, which has none, goes in ``runs``. ``tiles``: of a
+    task, or of a run, at most."""
 
     m: int
     way: str
@@ -37,9 +36,20 @@ class WinogradKnobs(Knobs):
 
 
 class Winograd(Engine):
-    """Filters of 3 or 5 taps and stride 1 by interpolation: tiles of m x m results from 36 products for 16 x 9 (F(4x4,3x3)).
+    """Filters of 3 or 5 taps and stride 1 by interpolation: F(4x4,3x3) makes 16 results of 36 products in place of 144.
 
-        y = AT [ sum over c of (G w GT) * (BT x B) ] A      for each tile, with * element by element
+        y  = AT [ sum over c of (G w GT) * (BT x B) ] A            for each tile of m x m results, * by element
+        dx = the same of dy and the filters turned by half a turn
+        dw = AT [ sum over tiles of (G dy GT) * (BT x B) ] A       with F(r, m) in place of F(m, r)
+
+    The sums over channels are matrix products, one for each point of a tile, in registers at the rate of the multiply-add
+    units. Each thread transforms the images that it multiplies into its own cache: what another core has written takes
+    longer to fetch than to compute again. Filters that stay as they are from call to call are kept transformed
+    (:mod:`openconv.prepared`, in addition to the workspace); a dgrad transforms them in each call.
+
+    It wins on all 3x3 layers of stride 1 with some 32 channels and more, 2 to 4 times over. It loses where channels are
+    few, as transforms cost the same for one filter as for many, and where an image is smaller than a tile. Its results
+    mix the pixels of a tile: errors are a share of the largest sum, and an infinity reaches its whole tile.
     """
 
     name = "cpu.winograd"
@@ -61,28 +71,78 @@ class Winograd(Engine):
 
     def traits(self, problem: Problem, knobs: WinogradKnobs) -> Traits:
         axes = _transforms(problem, knobs.m)
-        terms = problem.c // problem.groups
-        if problem.direction == "dgrad":
-            terms = problem.k // problem.groups
-        elif problem.direction == "wgrad":
+        terms = {"fprop": problem.c, "dgrad": problem.k}.get(problem.direction, 0) // problem.groups
+        if problem.direction == "wgrad":
             terms = problem.n * prod(-(-out // a.r) for out, a in zip(problem.out, axes, strict=True))
+        # An image's bits depend on m alone: the sum over channels is one chain, whatever tiles are beside it.
+        steady = problem.direction == "wgrad" or knobs.m == _usual_m(problem)
         bound = error_bound(axes, terms, problem.result_dtype)
-        return Traits(problem.result_dtype, bound, plain_sum=False)
+        return Traits(problem.result_dtype, bound, batch_invariant=steady, plain_sum=False)
 
     def workspace_bytes(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> int:
-        return _plan_for(problem, device, knobs).workspace
+        return _plan(problem, device, knobs).workspace
 
     def knobs(self, problem: Problem, device: Device) -> Iterable[WinogradKnobs]:
-        if problem.direction == "wgrad":
-            return (WinogradKnobs(4, "runs", 256), WinogradKnobs(2, "runs", 256))
-        return (WinogradKnobs(4, "fused", 48), WinogradKnobs(4, "split", 48), WinogradKnobs(2, "split", 48))
+        usual = _usual_m(problem)
+        sizes = (2, 4, 6) if max(problem.filter) == 3 else (4,)
+        return tuple(knobs for m in sorted(sizes, key=lambda m: m != usual) for knobs in _knobs(problem, device, m))
 
     def cost(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> float:
-        return 1e-6
+        # Cycles of one core, measured on two cores of a Zen 5 with AVX2 and AVX-512: for a vector of channels of a tile
+        # and for the whole; see docs/kernels.md. The nominal matrix rate is half of what these products reach.
+        plan = _plan(problem, device, knobs)
+        clock = device.flops / device.threads / (2 * device.lanes)
+        return 12e-6 + problem.groups * plan.cycles(device.bandwidth / clock) / clock
 
     def build(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> Runner:
-        plan = _plan_for(problem, device, knobs)
-        return plan.runner()
+        return _plan(problem, device, knobs).runner()
+
+
+# Cycles for a vector of channels of a tile: of BT on a tile, of AT back, of G on a filter; and a run of sums to dw.
+_IMAGE = {2: 75, 4: 170, 6: 400}
+_RESULT = {2: 50, 4: 120, 6: 260}
+_FILTER = {2: 80, 4: 170, 6: 300}
+
+
+@functools.lru_cache(maxsize=1024)
+def _usual_m(problem: Problem) -> int:
+    """The m that takes least time, by what is known of one image: another batch or device has the same bits."""
+    c, k = problem.c // problem.groups, problem.k // problem.groups
+
+    def cycles(m: int) -> float:
+        h, w = _axes(problem, m)
+        vectors, outs = -(-c // 8), -(-k // 8)
+        multiply = h.points * w.points * vectors * 8 * outs / 2
+        return h.tiles * w.tiles * (multiply + vectors * _IMAGE[m] + outs * _RESULT[m])
+
+    # The larger transforms err twice as much and have filters that are twice as large; they have to be worth it.
+    if 5 in problem.filter:
+        return 4
+    large = problem.rank == 2 and problem.filter == (3, 3) and cycles(6) < 0.9 * cycles(4)
+    return 6 if large else 4 if cycles(4) < cycles(2) else 2
+
+
+def _knobs(problem: Problem, device: Device, m: int) -> Iterator[WinogradKnobs]:
+    """For one m: the usual way first, then others, and such as need little memory."""
+    c, k = problem.c // problem.groups, problem.k // problem.groups
+    axes, size = _axes(problem, m), DTYPE_BYTES[problem.result_dtype]
+    points, tiles = prod(a.points for a in axes), problem.n * prod(a.tiles for a in axes)
+    filters = points * c * k * size
+    if problem.direction == "wgrad":
+        # Sums that do not fit a cache are written and read again for each run.
+        usual = 128 if filters <= 8 << 20 else 256
+        yield from (WinogradKnobs(m, "runs", count) for count in (usual, usual // 2, usual * 2, 32, 8))
+        return
+    depth = k if problem.direction == "dgrad" else c
+    kept = max(24, min(96, device.cache_bytes // (points * depth * size)))
+    ways = [WinogradKnobs(m, "kept", kept), WinogradKnobs(m, "fly", 96), WinogradKnobs(m, "kept", 2 * kept)]
+    if problem.direction == "dgrad":  # made in each call: by the tasks themselves, unless each has to make them again
+        fly = tiles <= 192 or filters > 16 << 20
+    else:
+        fly = tiles >= 16 and filters > 16 << 20  # they come from memory, four times as many as there were
+    if fly:
+        ways[0], ways[1] = ways[1], ways[0]
+    yield from (*ways, WinogradKnobs(m, "kept", 24), WinogradKnobs(m, "fly", 24), WinogradKnobs(m, "fly", 6))
 
 
 def _m(taps: int, m: int) -> int:
@@ -206,20 +266,16 @@ def _table(words: dict[int, int]) -> Tensor:
     return torch.tensor([words.get(i, 0) for i in range(kernels.WORDS)], dtype=torch.int64)
 
 
-def _plan_for(problem: Problem, device: Device, knobs: WinogradKnobs) -> _Forward | _Gradient:
-    return _plan(problem, device, knobs)
-
-
 @functools.lru_cache(maxsize=512)
 def _plan(problem: Problem, device: Device, knobs: WinogradKnobs) -> _Forward | _Gradient:
     return (_Gradient if problem.direction == "wgrad" else _Forward)(problem, device, knobs)
 
 
 # Rates of products of MR rows by two vectors, of the largest: 12 sums and 3 operands fill AVX2's 16 registers.
-_RATES_16 = {6: 1.0, 5: 0.97, 4: 0.86, 3: 0.72, 2: 0.55, 1: 0.34}
-_RATES_32 = {14: 1.0, 12: 1.0, 10: 1.0, 9: 1.0, 8: 1.0, 7: 1.0, 6: 1.0, 5: 0.95, 4: 0.86, 3: 0.7, 2: 0.54, 1: 0.3}
+_RATES_16 = {6: 1.0, 5: 0.97, 4: 0.86, 2: 0.55}
+_RATES_32 = {14: 1.0, 12: 1.0, 10: 1.0, 8: 1.0, 6: 1.0, 4: 0.86, 2: 0.54}
 NV = 2
-M_BYTES = 256 << 10
+M_BYTES = 512 << 10
 
 
 def _rows(tiles: int) -> int:
@@ -227,10 +283,12 @@ def _rows(tiles: int) -> int:
     return min(rates, key=lambda rows: (round(_up(tiles, rows) / rates[rows] / tiles, 2), -rows))
 
 
-def _division(s, knobs, MR, groups, blocks):
+def _division(s: _Shape, knobs: WinogradKnobs, groups: int, blocks: int) -> tuple[int, int]:
+    """Chunks of tiles and ranges of filters. Few tiles are not shared out, since each thread would read all filters."""
     chunks = min(groups, -(-s.tiles // knobs.tiles))
-    ranges = 1 if chunks >= 2 * s.threads else max(1, min(blocks, -(-4 * s.threads // chunks)))
-    return chunks, ranges, 2
+    if 1 < chunks < 8 * s.threads:
+        chunks = min(groups, _up(chunks, s.threads))
+    return chunks, 1 if chunks >= s.threads else min(blocks, -(-2 * s.threads // chunks))
 
 
 class _Forward:
@@ -243,7 +301,7 @@ class _Forward:
         W = NV * s.L
         self.blocks = -(-s.k // W)
         self.groups = -(-s.tiles // self.MR)
-        self.chunks, self.ranges, wanted = _division(s, knobs, self.MR, self.groups, self.blocks)
+        self.chunks, self.ranges = _division(s, knobs, self.groups, self.blocks)
         most = -(-self.groups // self.chunks)
         rows = most * self.MR
         cols = min(s.w.tiles, rows)
@@ -252,7 +310,7 @@ class _Forward:
         group = s.points * v_point
         u_point = _odd(s.vectors * s.L * W * s.size)
         m_point = _odd(rows * W * s.size)
-        together = min(wanted, -(-self.blocks // self.ranges))
+        together = max(1, min(4, -(-self.blocks // self.ranges), M_BYTES // (s.points * m_point)))
         strip_rows, strip = s.strip(s.h.points, s.w.points, cols, s.c)
         if s.images_last:
             result = s.h.m * s.w.m * s.line
@@ -288,6 +346,29 @@ class _Forward:
         self.u_bytes = 0 if self.fly else s.points * u_point * self.blocks
         self.workspace = 64 + s.groups * self.u_bytes + s.threads * self.thread_bytes
 
+    def cycles(self, per_cycle: float) -> float:
+        """Predicted time of a group of channels, in cycles; `per_cycle`: bytes that memory moves in one."""
+        s, m = self.shape, self.shape.knobs.m
+        rates = _RATES_32 if kernels.LANE_BYTES == 64 else _RATES_16
+        outs = self.blocks * NV
+        multiply = 1.08 * s.points * self.groups * self.MR * s.vectors * s.L * outs / 2 / rates[self.MR]
+        images = s.tiles * s.vectors * _IMAGE[m] * (min(self.ranges, s.threads) if self.chunks < s.threads else 1)
+        filters, memory = 0.0, 0.0
+        u_bytes = s.points * s.vectors * s.L * outs * s.line
+        if self.fly:
+            filters = self.chunks * s.c * outs * _FILTER[m] * 1.2
+        else:
+            far = 0.5 if u_bytes > 8 << 20 else 0.1
+            memory = far * u_bytes * self.chunks / (3 * per_cycle)
+            if s.problem.direction == "dgrad":
+                filters = s.c * outs * _FILTER[m] * 1.2 + 4e3 * s.threads
+                memory += u_bytes * (1.0 if u_bytes > 8 << 20 else 0.3) / per_cycle
+        tasks = self.chunks * self.ranges
+        uneven = -(-tasks // s.threads) * s.threads / tasks
+        moved = (prod(s.problem.x_shape) + prod(s.problem.y_shape)) // s.groups * s.size / per_cycle * 0.5
+        work = (multiply + images + s.tiles * outs * _RESULT[m] + filters) * uneven / s.threads
+        return work + memory + moved
+
     def runner(self) -> Runner:
         s, problem = self.shape, self.shape.problem
         turned = problem.direction == "dgrad"
@@ -316,7 +397,11 @@ class _Forward:
 
                 def make(to: Tensor) -> None:
                     for g in range(groups):
-                        launch(filters, (address, b.data_ptr() + g * w_g, to.data_ptr() + g * u_bytes, scratch, *shares), threads)
+                        launch(
+                            filters,
+                            (address, b.data_ptr() + g * w_g, to.data_ptr() + g * u_bytes, scratch, *shares),
+                            threads,
+                        )
 
                 start = base - workspace.data_ptr()
                 spare = workspace[start : start + groups * u_bytes]
@@ -355,7 +440,7 @@ class _Gradient:
         # Squares of sums that stay in the second-level cache.
         wide, high = per_c, per_k
         while s.points * wide * s.L * high * W * s.size > D_BYTES and (wide, high) != (1, 1):
-            if wide * s.L >= high * W and wide > 1 or high == 1:
+            if (wide * s.L >= high * W and wide > 1) or high == 1:
                 wide = -(-wide // 2)
             else:
                 high = -(-high // 2)
@@ -400,6 +485,20 @@ class _Gradient:
         }  # fmt: skip
         self.tables = (x, y, product)
         self.workspace = 64 + self.d_bytes + s.threads * self.thread_bytes
+
+    def cycles(self, per_cycle: float) -> float:
+        """Predicted time of a group of channels, in cycles; `per_cycle`: bytes that memory moves in one."""
+        s, m = self.shape, self.shape.knobs.m
+        outs = self.blocks * NV_GRADIENT
+        multiply = 1.12 * s.points * s.tiles * s.vectors * s.L * outs / 2
+        images = s.tiles * (s.vectors * self.ranges + outs * self.chunks) * _IMAGE[m]
+        finish = s.vectors * s.L * outs * _FILTER[m]
+        sums = s.points * s.vectors * s.L * outs * s.line
+        memory = (2 * sums * (self.runs - 1) * (0.4 if sums > 8 << 20 else 0.1) if self.runs > 1 else 0) / per_cycle
+        moved = (prod(s.problem.x_shape) + prod(s.problem.y_shape)) // s.groups * s.size / per_cycle * 0.5
+        tasks = self.chunks * self.ranges
+        uneven = -(-tasks // s.threads) * s.threads / tasks
+        return (multiply + images + finish) * uneven / s.threads + memory + moved
 
     def runner(self) -> Runner:
         s = self.shape

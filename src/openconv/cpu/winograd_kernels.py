@@ -55,7 +55,7 @@ from .simd import (
     zero,
 )
 
-__all__ = ["AT", "BT", "G", "WORDS", "filter_kernel", "forward_kernel", "gradient_kernel"]
+__all__ = ["AT", "BT", "WORDS", "G", "filter_kernel", "forward_kernel", "gradient_kernel"]
 
 BT, G, AT = 0, 1, 2
 
@@ -622,7 +622,12 @@ def gradient_kernel(
         x, dy, dw, kept = argument(block, 3), argument(block, 4), argument(block, 5), argument(block, 6)
         number, tasks = thread_number(block, argument(block, 8)), word(table, CHUNKS) * word(table, RANGES)
         scratch = argument(block, 7) + number * word(table, THREAD_BYTES)
-        ranges, vectors, blocks, most = word(table, RANGES), word(table, VECTORS), word(table, BLOCKS), word(table, TILES)
+        ranges, vectors, blocks, most = (
+            word(table, RANGES),
+            word(table, VECTORS),
+            word(table, BLOCKS),
+            word(table, TILES),
+        )
         chunks, runs, y_vectors = word(table, CHUNKS), word(table, RUNS), word(of_y, VECTORS)
         wide, high = word(table, C_STEP), word(table, K_STEP)
         v, y, strip = scratch + word(table, V_AT), scratch + word(table, U_AT), scratch + word(table, STRIP_AT)
