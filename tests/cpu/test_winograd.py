@@ -173,8 +173,7 @@ def test_gradients_through_the_public_functions():
     x = torch.randn(2, 8, 9, 13, requires_grad=True)
     w = torch.randn(6, 8, 3, 3, requires_grad=True)
     functional.conv2d(x, w, padding=1, engine="cpu.winograd").square().sum().backward()
-    dx, dw = x.grad.clone(), w.grad.clone()
-    x.grad = w.grad = None
+    dx, dw, x.grad, w.grad = x.grad, w.grad, None, None
     torch.nn.functional.conv2d(x, w, padding=1).square().sum().backward()
     torch.testing.assert_close(dx, x.grad, rtol=1e-4, atol=1e-2)
     torch.testing.assert_close(dw, w.grad, rtol=1e-4, atol=1e-2)

@@ -18,6 +18,7 @@ from ..problem import DTYPE_BYTES, Problem
 from ..winograd import Transform, error_bound, transform
 from . import winograd_kernels as kernels
 from .runtime import launch, numbering
+from .simd import LANE_BYTES, lanes
 
 __all__ = ["Winograd", "WinogradKnobs"]
 
@@ -26,9 +27,9 @@ _DTYPES: dict[str, type] = {"f32": np.float32, "f64": np.float64}
 
 @dataclass(frozen=True)
 class WinogradKnobs(Knobs):
-    """``m``: results of a tile along an axis of 3 taps; 5 taps have two less. ``way``: filters are ``kept`` transformed,
-    or transformed on the ``fly`` by each task that uses them; a wgrad, which has none, goes in ``runs``. ``tiles``: of a
-    task, or of a run, at most."""
+    """``m``: results of a tile along an axis of 3 taps; 5 taps have two less. ``way``: filters are ``kept``
+    transformed, or transformed on the ``fly`` by each task that uses them; a wgrad, which has none, goes in ``runs``.
+    ``tiles``: of a task, or of a run, at most."""
 
     m: int
     way: str
@@ -42,10 +43,10 @@ class Winograd(Engine):
         dx = the same of dy and the filters turned by half a turn
         dw = AT [ sum over tiles of (G dy GT) * (BT x B) ] A       with F(r, m) in place of F(m, r)
 
-    The sums over channels are matrix products, one for each point of a tile, in registers at the rate of the multiply-add
-    units. Each thread transforms the images that it multiplies into its own cache: what another core has written takes
-    longer to fetch than to compute again. Filters that stay as they are from call to call are kept transformed
-    (:mod:`openconv.prepared`, in addition to the workspace); a dgrad transforms them in each call.
+    The sums over channels are matrix products, one for each point of a tile, in registers at the rate of the
+    multiply-add units. Each thread transforms the images that it multiplies into its own cache: what another core has
+    written takes longer to fetch than to compute again. Filters that stay as they are from call to call are kept
+    transformed (:mod:`openconv.prepared`, in addition to the workspace); a dgrad transforms them in each call.
 
     It wins on all 3x3 layers of stride 1 with some 32 channels and more, 2 to 4 times over. It loses where channels are
     few, as transforms cost the same for one filter as for many, and where an image is smaller than a tile. Its results
@@ -139,7 +140,7 @@ def _knobs(problem: Problem, device: Device, m: int) -> Iterator[WinogradKnobs]:
     if problem.direction == "dgrad":  # made in each call: by the tasks themselves, unless each has to make them again
         fly = tiles <= 192 or filters > 16 << 20
     else:
-        fly = tiles >= 16 and filters > 16 << 20  # they come from memory, four times as many as there were
+        fly = filters > 16 << 20  # they would come from memory, four times as many as there were
     if fly:
         ways[0], ways[1] = ways[1], ways[0]
     yield from (*ways, WinogradKnobs(m, "kept", 24), WinogradKnobs(m, "fly", 24), WinogradKnobs(m, "fly", 6))
@@ -204,7 +205,7 @@ class _Shape:
         self.problem, self.knobs = problem, knobs
         self.T = _DTYPES[problem.result_dtype]
         self.size = DTYPE_BYTES[problem.result_dtype]
-        self.L = kernels.lanes(self.T)
+        self.L = lanes(self.T)
         self.line = self.L * self.size
         self.h, self.w = _axes(problem, knobs.m)
         self.points = self.h.points * self.w.points
@@ -279,7 +280,7 @@ M_BYTES = 512 << 10
 
 
 def _rows(tiles: int) -> int:
-    rates = _RATES_32 if kernels.LANE_BYTES == 64 else _RATES_16
+    rates = _RATES_32 if LANE_BYTES == 64 else _RATES_16
     return min(rates, key=lambda rows: (round(_up(tiles, rows) / rates[rows] / tiles, 2), -rows))
 
 
@@ -349,7 +350,7 @@ class _Forward:
     def cycles(self, per_cycle: float) -> float:
         """Predicted time of a group of channels, in cycles; `per_cycle`: bytes that memory moves in one."""
         s, m = self.shape, self.shape.knobs.m
-        rates = _RATES_32 if kernels.LANE_BYTES == 64 else _RATES_16
+        rates = _RATES_32 if LANE_BYTES == 64 else _RATES_16
         outs = self.blocks * NV
         multiply = 1.08 * s.points * self.groups * self.MR * s.vectors * s.L * outs / 2 / rates[self.MR]
         images = s.tiles * s.vectors * _IMAGE[m] * (min(self.ranges, s.threads) if self.chunks < s.threads else 1)
@@ -421,7 +422,7 @@ class _Forward:
         return run
 
 
-NV_GRADIENT = 3 if kernels.LANE_BYTES < 64 else 2
+NV_GRADIENT = 3 if LANE_BYTES < 64 else 2
 D_BYTES = 300 << 10
 
 

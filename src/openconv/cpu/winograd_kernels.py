@@ -303,8 +303,8 @@ def _image_transform(T: type, last: bool, which: int, mh: int, rh: int, mw: int,
 def _filter_transform(
     T: type, last: bool, turned: bool, NV: int, mh: int, rh: int, mw: int, rw: int
 ) -> Any:  # fmt: skip
-    """Transform a block of W filters for some of their channels; `turned`: by half a turn, lanes are C in place of K."""
-    L, SIZE, LB = lanes(T), np.dtype(T).itemsize, LANE_BYTES
+    """Transform a block of W filters for some of their channels; `turned`: by half a turn, lanes are C, not K."""
+    L, LB = lanes(T), LANE_BYTES
     R, S = rh, rw
     TAPS, TH, TW = rh * rw, mh + rh - 1, mw + rw - 1
     W = NV * L
@@ -590,8 +590,8 @@ def gradient_kernel(
                     by_channel, by_tap = LB, count * LB
                 for i in range(count):
                     from_ = d + (c - c0 + i) * row + (kv - k0 * NV) * LB
-                    nested(T, AT, rh, mh, rw, mw, from_, TW * point, point, scratch + i * by_channel, rw * by_tap, by_tap,
-                           none)  # fmt: skip
+                    nested(T, AT, rh, mh, rw, mw, from_, TW * point, point, scratch + i * by_channel, rw * by_tap,
+                           by_tap, none)  # fmt: skip
                 to = dw + k * lane + c * inner
                 if last:
                     for j in range(TAPS):
