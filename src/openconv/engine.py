@@ -39,6 +39,7 @@ __all__ = [
 ENGINES = (
     "openconv.cpu.filter2d:Filter2d",
     "openconv.cpu.depthwise:Depthwise",
+    "openconv.cpu.winograd:Winograd",
     "openconv.cpu.gemm_1x1:Gemm1x1",
     "openconv.cpu.direct:Direct",
     "openconv.cpu.im2col_gemm:Im2colGemm",

@@ -50,6 +50,7 @@ __all__ = [
     "kernel",
     "launch",
     "num_threads",
+    "numbering",
 ]
 
 TICKET_OFFSET = 0
@@ -253,6 +254,25 @@ def launch(kernel: Kernel, args: Sequence[int], threads: int) -> None:
         team(kernel.address, address, threads, 0)
 
 
+def numbering(threads: int) -> int:
+    """The address of a function that tells a thread of such a team its number, the same in every launch; 0 for none.
+
+    The order in which threads enter is another each time. A thread that writes where it wrote before finds the memory
+    in its own cache; what another core wrote last takes longer to get than from memory (`simd.thread_number`).
+    """
+    if threads <= 1 or (_team or _find_team()) is _python_team:
+        return 0
+    return _number_address()
+
+
+@functools.cache
+def _number_address() -> int:
+    try:
+        return ctypes.cast(_torch_library().omp_get_thread_num, ctypes.c_void_p).value or 0
+    except (AttributeError, OSError):
+        return 0
+
+
 Team = Callable[[int, int, int, int], Any]
 _team: Team | None = None
 
@@ -269,17 +289,20 @@ def _openmp_team() -> Team | None:
     Looking the name up through libtorch_cpu searches that library's own dependencies, so the answer is the very
     instance torch runs on, even if other packages have loaded copies of libgomp.  libiomp5 offers the name as well.
     """
-    import torch
-
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        handle = ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        function = handle.GOMP_parallel
+        function = _torch_library().GOMP_parallel
     except (AttributeError, OSError):
         return None
     function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     function.restype = None
     return function
+
+
+def _torch_library() -> ctypes.CDLL:
+    import torch
+
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    return ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
 
 
 _pool: ThreadPoolExecutor | None = None

@@ -89,6 +89,7 @@ __all__ = [
     "maximum",
     "minimum",
     "mul",
+    "next_of_share",
     "next_tile",
     "next_tile_of",
     "pack",
@@ -101,6 +102,7 @@ __all__ = [
     "store_scalar",
     "sub",
     "thread_index",
+    "thread_number",
     "transpose",
     "unpack",
     "zero",
@@ -821,3 +823,37 @@ def next_tile_of(block, index):
 def thread_index(block):
     """thread_index(block) -> a number below the team's size, another for each thread; call it once, on entry."""
     return atomic_add(block + THREADS_OFFSET, 1)
+
+
+@inline
+def thread_number(block, numbering):
+    """thread_number(block, address) -> like `thread_index`, but the same for a thread in every launch, where the
+    address is `runtime.numbering`'s and not 0."""
+    if numbering == 0:
+        return thread_index(block)
+    return _call_address(numbering)
+
+
+@intrinsic
+def _call_address(typingctx, address):
+    """The int that a C function without arguments returns."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_I32, [])
+        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), []), _I64)
+
+    return types.int64(types.int64), codegen
+
+
+@inline
+def next_of_share(block, first, threads, number, away, tasks):
+    """next_of_share(block, i, threads, number, away, tasks) -> (task, away): the next task of one's own share of them
+    and, when all are drawn, of that of others; -1 behind the last. `away` is 0 at first. The counters are the arguments
+    from the i-th on, one for each thread. So a thread does the same tasks in each launch, unless another is late."""
+    while away < threads:
+        owner = (number + away) % threads
+        task = tasks * owner // threads + next_tile_of(block, first + owner)
+        if task < tasks * (owner + 1) // threads:
+            return task, away
+        away += 1
+    return -1, away
