@@ -39,6 +39,7 @@ ENGINES = (
     "openconv.cpu.filter2d:Filter2d",
     "openconv.cpu.depthwise:Depthwise",
     "openconv.cpu.gemm_1x1:Gemm1x1",
+    "openconv.cpu.fft:Fft",
     "openconv.cpu.im2col_gemm:Im2colGemm",
     "openconv.cpu.naive:Naive",
     "openconv.cuda.filter2d:Filter2d",
