@@ -240,6 +240,9 @@ def _accumulate(errors: Tensor, spectra: Tensor, form: Form, groups: int, out: T
     x, dy = spectra.view(groups, 1, own, total, count), errors.view(groups, -1, 1, total, count)
     rows = groups * own * dy.shape[1]
     made = torch.view_as_complex(out[: 2 * count * rows].view(groups, dy.shape[1], own, count, 2))
+    if form.in_place and first:
+        torch.sum(dy.mul_(x), 3, out=made)
+        return
     for at in range(total):
         if first and at == 0:
             torch.mul(dy[:, :, :, at], x[:, :, :, at], out=made)

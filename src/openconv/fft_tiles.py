@@ -301,7 +301,7 @@ class Rates:
     longer a transform of several axes takes on its way back. ``longest``: positions of an axis from which a transform
     has half that rate. ``copies``: bytes of cutting, ordering and putting back. ``products``: operations of a large
     complex matrix product, of which each costs ``matrix`` seconds besides. ``pointwise``: bytes of products channel by
-    channel. ``new``: bytes of memory that is cleared by the system, for what is larger than ``kept`` bytes.
+    channel. ``new``: bytes of memory that is cleared by the system, which the library's own is beyond ``kept`` bytes.
     ``threads``: transforms at a time. ``call``: seconds for a call of torch; ``start``: for any problem.
     """
 
@@ -319,13 +319,23 @@ class Rates:
     start: float
 
 
+def _operations(tile: tuple[int, ...], rates: Rates) -> float:
+    """Of one transform, as many as take its time at the full rate. Measured: 10 to 50 positions that are no power of
+    two take 1.5 to 2 times as long as 16, 32 and 64, short ones longer for their calls, and very long ones leave the
+    cache; with one axis less is moved between the steps."""
+    steps = sum(
+        log2(max(2, size)) * (1 + 8 / size) * (1.0 if size & (size - 1) == 0 else 1.5 if size < 64 else 1.15)
+        for size in tile
+    )  # fmt: skip
+    return 2.5 * prod(tile) * steps * (1 + max(tile) / rates.longest) * (0.8 if len(tile) == 1 else 1.0)
+
+
 def seconds(form: Form, rates: Rates) -> float:
     """Predicted time of a call."""
     problem, size = form.problem, form.size
     wide = size / 4
     there, back = form.transforms
-    each = 2.5 * form.positions * log2(max(2, form.positions)) * wide
-    rate = rates.transforms / (1 + max(form.tile) / rates.longest)
+    each, rate = _operations(form.tile, rates) * wide, rates.transforms
     slower = rates.back if problem.rank > 1 else 1.0
     filters = problem.groups * form.ins * form.outs
     images = there - filters if not form.wgrad else there
@@ -343,15 +353,19 @@ def seconds(form: Form, rates: Rates) -> float:
     blocks, chunks = len(form.blocks), len(form.chunks)
     if form.pointwise:
         total += form.work * 6 * size / rates.pointwise
-        calls = form.together if form.wgrad and not form.in_place else form.ins
+        calls = form.together if form.wgrad and not form.in_place else form.ins + form.wgrad
     else:
-        total += 8 * form.work * wide / rates.products
+        # Filters are read again for each chunk, of which products with few columns make little.
+        total += 8 * form.work * wide / rates.products * (1 + 2 / max(1, form.together if not form.wgrad else form.ins))
+        total += blocks * chunks * form.filter_rows * spectrum / (2 * rates.copies)
         total += blocks * chunks * form.frequencies * form.knobs.groups * rates.matrix
         parts = (form.image_rows, form.result_rows, form.filter_rows)
         calls = 2 * sum(-(-rows // form.rows_of(rows)) for rows in parts)
-    total += rates.start + rates.call * (blocks * (6 + chunks * (8 + calls)))
-    if form.bytes > rates.kept:
-        total += form.bytes / rates.new
+    # Tiles at both ends of an axis are cut apart from those between, and zeros put around.
+    pieces = 2 * prod(min(3, count) for count in form.grid) + prod(min(2, count) for count in form.grid)
+    total += rates.start + rates.call * (blocks * (6 + chunks * (4 + pieces + calls)))
+    if form.reserve > rates.kept:
+        total += form.reserve / rates.new
     return total
 
 
@@ -390,7 +404,7 @@ def _tiles(problem: Problem, rates: Rates) -> list[tuple[int, ...]]:
         )
         positions, tiles = prod(tile), problem.n * grid
         rows = tiles * (problem.c + problem.k) + filters
-        each = 2.5 * positions * log2(max(2, positions)) * (1 + max(tile) / rates.longest) / rates.transforms
+        each = _operations(tile, rates) / rates.transforms
         each += 24 * positions / rates.copies
         scored.append((rows * each + 4 * filters * tiles * positions / rates.products, tile))
     scored.sort()
@@ -410,7 +424,7 @@ def _fitted(problem: Problem, tile: tuple[int, ...], how: str, chunk: int, budge
     tiles = min(tiles, grid)
     if groups == 1:
         channels = max(1, min(channels, budget // 2 // (form.ins * spectrum)))
-    rows = max(1, min(chunk, 8 << 20) // spectrum)
+    rows = max(1, min(chunk, 4 << 20) // spectrum)
     knobs = FftKnobs(tile, how, groups, channels, images, tiles, rows, alone)
     while Form(problem, knobs, cuda=cuda).bytes > budget:
         if knobs.rows > 1 and not Form(problem, knobs).pointwise and knobs.rows * spectrum > budget // 8:

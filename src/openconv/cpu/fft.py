@@ -65,7 +65,7 @@ def _rates(device: Device) -> Rates:
     product reaches 140; complex products at 130 to 150, of 3x3 matrices 50 ns each; copies of 15 to 34 GB/s in order
     and out of it; new memory, of which malloc keeps up to 32 MB, at 4.3 GB/s."""
     return Rates(
-        transforms=0.42 * device.flops, back=1.6, longest=40e3, copies=0.9 * device.bandwidth,
-        products=0.85 * device.flops, matrix=100e-9 / device.threads, pointwise=4 * device.bandwidth, new=4.3e9,
-        kept=30 << 20, threads=device.threads, call=5e-6, start=40e-6,
+        transforms=0.2 * device.flops, back=1.6, longest=40e3, copies=0.45 * device.bandwidth,
+        products=0.45 * device.flops, matrix=200e-9 / device.threads, pointwise=2 * device.bandwidth, new=2.2e9,
+        kept=30 << 20, threads=device.threads, call=8e-6, start=90e-6,
     )  # fmt: skip
