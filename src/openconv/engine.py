@@ -54,6 +54,7 @@ ENGINES = (
     "openconv.cuda.igemm:Igemm",
     "openconv.cuda.gemm_1x1:Gemm1x1",
     "openconv.cuda.tiled:Tiled",
+    "openconv.cuda.fft:Fft",
     "openconv.cuda.im2col_gemm:Im2colGemm",
     "openconv.cuda.naive:Naive",
 )

@@ -30,7 +30,7 @@ __all__ = ["build", "transform_filters"]
 
 def build(form: Form) -> Runner:
     """The runner of a problem in tiles, on tensors of any device."""
-    problem, knobs = form.problem, form.knobs
+    problem = form.problem
     direction, own, other = problem.direction, problem.c // problem.groups, problem.k // problem.groups
     real = torch.float64 if form.size == 8 else torch.float32
     sizes = [-(-count * form.size // 64) * 64 for count in form.regions.values()]
@@ -64,15 +64,18 @@ def build(form: Form) -> Runner:
         cut, images, filters, results, ordered = (part.view(real) for part in parts)
         x, w = (a, b) if direction != "wgrad" else (a, result)
         spectra: Tensor | None = None
+        weights: Tensor | None = None
         for g, groups, o, channels in form.blocks:
             if o == 0:
-                spectra = None
+                spectra = None  # those of other groups
             first, count = g * form.outs + o, groups * channels
             ks, cs = (slice(first, first + count), slice(0, own)) if not backward else (
                 slice(g * other, (g + groups) * other), slice(o, o + channels)
             )  # fmt: skip
             block = w[ks, cs]
-            weights = None if form.wgrad else transform_filters(block, form, cut, filters)
+            weights = None  # before the next ones are there
+            if not form.wgrad:
+                weights = transform_filters(block, form, cut, filters)
             for at, (batch, box) in enumerate(form.chunks):
                 if spectra is None or not once:
                     spectra = None  # before the next one is there
@@ -94,7 +97,7 @@ def build(form: Form) -> Runner:
     return run
 
 
-# -- there --------------------------------------------------------------------------------------------------------------
+# -- there ------------------------------------------------------------------------------------------------------------
 
 
 def transform_filters(w: Tensor, form: Form, cut: Tensor, out: Tensor) -> Tensor:
@@ -193,7 +196,7 @@ def _windows(planes: Tensor, piece: Sequence[Run]) -> Tensor:
     return planes
 
 
-# -- multiply -----------------------------------------------------------------------------------------------------------
+# -- multiply ---------------------------------------------------------------------------------------------------------
 
 
 def _multiply(weights: Tensor, spectra: Tensor, form: Form, groups: int, backward: bool, out: Tensor) -> Tensor:
@@ -250,7 +253,7 @@ def _accumulate(errors: Tensor, spectra: Tensor, form: Form, groups: int, out: T
             made.addcmul_(dy[:, :, :, at], x[:, :, :, at])
 
 
-# -- back ---------------------------------------------------------------------------------------------------------------
+# -- back -------------------------------------------------------------------------------------------------------------
 
 
 def _rows(out: Tensor, rows: int, form: Form) -> Tensor:
@@ -296,12 +299,13 @@ def _store(spectra: Tensor, dw: Tensor, form: Form, ordered: Tensor) -> None:
     width = dw.shape[1]
     each = form.rows_of(dw.shape[0] * width)
     several, wide = max(1, each // width), min(width, each)
-    taps = tuple(
+    every = slice(None)
+    taps = every, every, *(
         slice(0, reach + 1, step) for reach, step in zip(form.reach, form.problem.dilation, strict=True)
     )  # fmt: skip
     for k in range(0, dw.shape[0], several):
         for c in range(0, width, wide):
             part = dw[k : k + several, c : c + wide]
             made = _inverse(spectra, k * width + c, part.shape[0] * part.shape[1], form, ordered)
-            part.copy_(made.view(*part.shape[:2], *form.tile)[(..., *taps)])
+            part.copy_(made.view(*part.shape[:2], *form.tile)[taps])
             del made

@@ -24,9 +24,11 @@ from math import log2, prod, sqrt
 from .engine import Knobs, Traits
 from .problem import Problem
 
-__all__ = ["FftKnobs", "Form", "Rates", "Run", "good_size", "knobs_for", "runs", "seconds", "traits_of"]
+__all__ = ["FftKnobs", "Form", "Rates", "Run", "copies_of", "good_size", "knobs_for", "runs", "seconds", "traits_of"]
 
-_MOST = 1 << 20  # transforms along one axis
+_MOST = 1 << 20  # positions along one axis
+_SMALL = 1024  # bytes of numbers and sizes that torch allocates on the way
+_SQUARE = 60 * 60  # numbers that torch turns at a time when it copies a transposed matrix
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,9 @@ class FftKnobs(Knobs):
     """``tile``: positions of a transform along each axis. ``product``: how spectra are multiplied, ``matrix`` (a
     product of matrices for each frequency) or ``pointwise`` (channel by channel, all frequencies at once).
 
-    What is there at a time: ``groups`` groups, ``channels`` results of one group (dgrad: of C/G, else of K/G), ``tiles``
-    tiles of ``images`` images. ``rows`` transforms are one call of the library. ``alone``: no call holds more than one
-    image, and nothing depends on the batch.
+    What is there at a time: ``groups`` groups, ``channels`` results of one group (dgrad: of C/G, else of K/G), and
+    ``tiles`` tiles of ``images`` images. ``rows`` transforms are one call of the library. ``alone``: no call holds more
+    than one image, and nothing depends on the batch.
     """
 
     tile: tuple[int, ...]
@@ -152,6 +154,17 @@ class Form:
         return [(batch, box) for batch in batches for box in product(*axes)]
 
     @cached_property
+    def chunk_count(self) -> int:
+        """How many :attr:`chunks` there are."""
+        boxes = prod(-(-count // step) for count, step in zip(self.grid, self.box, strict=True))
+        return -(-self.problem.n // self.knobs.images) * boxes
+
+    @cached_property
+    def block_count(self) -> int:
+        """How many :attr:`blocks` there are."""
+        return -(-self.problem.groups // self.knobs.groups) * -(-self.outs // self.knobs.channels)
+
+    @cached_property
     def together(self) -> int:
         """The most tiles of one channel that are there at a time."""
         return min(self.knobs.images, self.problem.n) * prod(self.box)
@@ -217,15 +230,16 @@ class Form:
         real, spectrum = self.positions * self.size, 2 * self.frequencies * self.size
         others = self.result_rows if self.wgrad else self.filter_rows
         results = self.filter_rows if self.wgrad else self.result_rows
-        back = self.rows_of(results) * (real + spectrum * (self.problem.rank > 1))
+        # With several axes the spectra are copied on their way back, and all but the last axis come first.
+        back = self.rows_of(results) * (real + 2 * spectrum * (self.problem.rank > 1))
         if self.pointwise:
             kept = (self.image_rows + others) * spectrum
             there, back = kept, kept + back
         else:
-            there = max(self.rows_of(self.image_rows), self.rows_of(others)) * spectrum
+            there = max(self.rows_of(self.image_rows), self.rows_of(others)) * spectrum + _SQUARE * 2 * self.size
         if self.cuda:  # cuFFT may copy its input, and works in as much again
             there, back = there * 2 + self.rows_of(self.image_rows) * real, back * 2
-        return max(there, back)
+        return max(there, back) + _SMALL
 
     @property
     def own(self) -> int:
@@ -244,7 +258,7 @@ class Form:
         problem = self.problem
         tiles = problem.n * prod(self.grid)
         filters = prod(problem.w_shape[:2])
-        again = 1 if len(self.chunks) == 1 else -(-self.outs // self.knobs.channels)
+        again = 1 if self.chunk_count == 1 else -(-self.outs // self.knobs.channels)
         images = problem.groups * self.ins * tiles * again
         results = problem.groups * self.outs * tiles
         return (images + results, filters) if self.wgrad else (images + filters, results)
@@ -268,7 +282,7 @@ def extents_of(problem: Problem) -> tuple[int, ...]:
     return tuple((count - 1) * stride + 1 for count, stride in zip(problem.out, problem.stride, strict=True))
 
 
-# -- what can be relied on ----------------------------------------------------------------------------------------------
+# -- what can be relied on --------------------------------------------------------------------------------------------
 
 
 def traits_of(problem: Problem, knobs: FftKnobs) -> Traits:
@@ -290,7 +304,13 @@ def traits_of(problem: Problem, knobs: FftKnobs) -> Traits:
     return Traits("f64" if form.size == 8 else "f32", bound, batch_invariant=alone, plain_sum=False)
 
 
-# -- what it costs ------------------------------------------------------------------------------------------------------
+def copies_of(problem: Problem, knobs: FftKnobs) -> tuple[str, ...]:
+    """What is copied before anything is computed."""
+    names = {"fprop": "x", "dgrad": "dy", "wgrad": "x and dy"}
+    return (f"cut {names[problem.direction]} into tiles of {'x'.join(map(str, knobs.tile))}",)
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -350,7 +370,7 @@ def seconds(form: Form, rates: Rates) -> float:
     if not form.pointwise:
         copied += (there + back) * 2 * spectrum
     total += copied / rates.copies
-    blocks, chunks = len(form.blocks), len(form.chunks)
+    blocks, chunks = form.block_count, form.chunk_count
     if form.pointwise:
         total += form.work * 6 * size / rates.pointwise
         calls = form.together if form.wgrad and not form.in_place else form.ins + form.wgrad
@@ -369,7 +389,7 @@ def seconds(form: Form, rates: Rates) -> float:
     return total
 
 
-# -- choosing -----------------------------------------------------------------------------------------------------------
+# -- choosing ---------------------------------------------------------------------------------------------------------
 
 
 def _sizes(extent: int, reach: int, stride: int, most: int) -> list[int]:
@@ -424,7 +444,7 @@ def _fitted(problem: Problem, tile: tuple[int, ...], how: str, chunk: int, budge
     tiles = min(tiles, grid)
     if groups == 1:
         channels = max(1, min(channels, budget // 2 // (form.ins * spectrum)))
-    rows = max(1, min(chunk, 4 << 20) // spectrum)
+    rows = max(1, (chunk if cuda else min(chunk, 4 << 20)) // spectrum)
     knobs = FftKnobs(tile, how, groups, channels, images, tiles, rows, alone)
     while Form(problem, knobs, cuda=cuda).bytes > budget:
         if knobs.rows > 1 and not Form(problem, knobs).pointwise and knobs.rows * spectrum > budget // 8:
@@ -469,11 +489,9 @@ def _best(
 @lru_cache(maxsize=4096)
 def _default(problem: Problem, rates: Rates, budget: int, chunks: tuple[int, ...], cuda: bool) -> FftKnobs:
     tiles = _tiles(problem, rates)
-    smallest = min(tiles, key=prod)
-    found = _best(problem, tiles[:4], rates, budget, chunks, cuda) or _best(
-        problem, tiles, rates, budget, chunks[:1], cuda
-    )
-    return found or _fitted(problem, smallest, _products(problem)[0], chunks[0], budget, cuda)
+    found = _best(problem, tiles[:4], rates, budget, chunks, cuda)
+    found = found or _best(problem, tiles, rates, budget, chunks[:1], cuda)
+    return found or _fitted(problem, min(tiles, key=prod), _products(problem)[0], chunks[0], budget, cuda)
 
 
 def knobs_for(
@@ -481,27 +499,32 @@ def knobs_for(
 ) -> Iterator[FftKnobs]:
     """The quickest by prediction within the first budget; what it is for one image by itself; then other tiles, other
     ways to multiply, and what needs less and less memory."""
-    problem = problem.with_(epilogue="")
-    seen: set[FftKnobs] = set()
-
-    def new(knobs: FftKnobs | None) -> Iterator[FftKnobs]:
-        if knobs and knobs not in seen:
-            seen.add(knobs)
-            yield knobs
-
+    wide = "f64" if problem.dtypes[0] == "f64" else "f32"
+    # Of problems that differ in nothing that counts here, one is worked out.
+    problem = problem.with_(dtypes=(wide,) * 3, layouts=("nchw",) * 3, epilogue="", prologue="", stats=False)
     default = _default(problem, rates, budgets[0], chunks, cuda)
-    yield from new(default)
-    one = problem.with_(n=1)
-    yield from new(_default(one, rates, budgets[0], chunks, cuda))
+    yield default
+    same = default, replace(default, alone=False) if default.alone else default
+    yield from (knobs for knobs in _others(problem, rates, budgets, chunks, cuda) if knobs not in same)
+
+
+@lru_cache(maxsize=1024)
+def _others(
+    problem: Problem, rates: Rates, budgets: tuple[int, ...], chunks: tuple[int, ...], cuda: bool
+) -> tuple[FftKnobs, ...]:
+    """All knobs but the default."""
+    found: list[FftKnobs | None] = [_default(problem.with_(n=1), rates, budgets[0], chunks, cuda)]
     tiles = _tiles(problem, rates)
-    for tile in tiles[:4]:
-        for how in _products(problem):
-            best = _best(problem, [tile], rates, budgets[0], chunks, cuda)
-            yield from new(best and replace(best, product=how, alone=False))
+    for tile in tiles[:3]:
+        best = _best(problem, [tile], rates, budgets[0], chunks, cuda)
+        found += [best and replace(best, product=how, alone=False) for how in _products(problem)]
+    smaller = sorted(tiles, key=prod)[:3]
     for budget in budgets[1:]:
-        yield from new(_shared(_best(problem, tiles, rates, budget, (budget // 4,), cuda)))
-    small = _fitted(problem, min(tiles, key=prod), _products(problem)[0], 1, 1, cuda)
-    yield from new(_shared(small))
+        best = _best(problem, tiles[:2], rates, budget, (budget // 4,), cuda)
+        found.append(_shared(best or _best(problem, smaller, rates, budget, (budget // 4,), cuda)))
+    least = [_fitted(problem, smaller[0], how, 1, 1, cuda) for how in _products(problem)]
+    found.append(_shared(min(least, key=lambda knobs: Form(problem, knobs, cuda=cuda).bytes)))
+    return tuple(dict.fromkeys(knobs for knobs in found if knobs))
 
 
 def _shared(knobs: FftKnobs | None) -> FftKnobs | None:

@@ -111,6 +111,8 @@ def test_batches_and_limits(engine):
 
 @each_engine
 def test_infinities_and_nans_stay_where_they_belong(engine):
+    if engine.name == "cuda.fft":
+        pytest.skip("a transform spreads them over its tile")
     for problem in list(taken(engine, dtypes=("f32", "f16")))[:: 5 * sparse(engine) ** 2]:
         for value in (math.inf, math.nan):
             check_locality(engine, problem, value=value)

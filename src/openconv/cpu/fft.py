@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 
 from ..device import Device
 from ..engine import Engine, Runner, Traits
 from ..fft_passes import build
-from ..fft_tiles import FftKnobs, Form, Rates, knobs_for, seconds, traits_of
+from ..fft_tiles import FftKnobs, Form, Rates, copies_of, knobs_for, seconds, traits_of
 from ..problem import Problem
 from .matrices import float_refusals
 
@@ -45,11 +45,9 @@ class Fft(Engine):
         return Form(problem, knobs).bytes
 
     def copies(self, problem: Problem, knobs: FftKnobs) -> tuple[str, ...]:
-        names = {"fprop": "x", "dgrad": "dy", "wgrad": "x and dy"}
-        sizes = "x".join(map(str, knobs.tile))
-        return (f"cut {names[problem.direction]} into tiles of {sizes}",)
+        return copies_of(problem, knobs)
 
-    def knobs(self, problem: Problem, device: Device) -> Iterable[FftKnobs]:
+    def knobs(self, problem: Problem, device: Device) -> Iterator[FftKnobs]:
         return knobs_for(problem, _rates(device), _BUDGETS)
 
     def cost(self, problem: Problem, device: Device, knobs: FftKnobs) -> float:
@@ -61,11 +59,12 @@ class Fft(Engine):
 
 @lru_cache
 def _rates(device: Device) -> Rates:
-    """Measured on two cores with AVX2 and MKL: transforms of 256 to 16384 numbers at 60 to 90 GFLOP/s where a matrix
-    product reaches 140; complex products at 130 to 150, of 3x3 matrices 50 ns each; copies of 15 to 34 GB/s in order
-    and out of it; new memory, of which malloc keeps up to 32 MB, at 4.3 GB/s."""
+    """Fitted to 400 problems on two cores, as shares of ceilings that stand for cores of half their speed, as those of
+    other engines do: MKL's transforms run at 60 to 90 GFLOP/s there with AVX2 and gain little from AVX-512, complex
+    products at 130 to 150, of 3x3 matrices 50 ns each; copies in order and out of it at 15 to 34 GB/s."""
+    narrow = device.flops * min(1.0, 8 / device.lanes)
     return Rates(
-        transforms=0.2 * device.flops, back=1.6, longest=40e3, copies=0.45 * device.bandwidth,
-        products=0.45 * device.flops, matrix=200e-9 / device.threads, pointwise=2 * device.bandwidth, new=2.2e9,
-        kept=30 << 20, threads=device.threads, call=8e-6, start=90e-6,
+        transforms=0.2 * narrow, back=1.6, longest=40e3, copies=0.45 * device.bandwidth,
+        products=0.45 * (narrow + device.flops) / 2, matrix=200e-9 / device.threads, pointwise=2 * device.bandwidth,
+        new=2.2e9, kept=30 << 20, threads=device.threads, call=8e-6, start=90e-6,
     )  # fmt: skip
