@@ -79,11 +79,24 @@ def test_fused_problems_meet_fused_and_unfused_peers():
 
 
 def test_what_is_wrong_is_named_and_not_timed(monkeypatch):
-    monkeypatch.setattr(Reference, "error", lambda *_: 1.0)
+    monkeypatch.setattr(Reference, "error", lambda *_, **__: 1.0)
     found = measure("some", "tiny", TINY, CPU, dataclasses.replace(QUICK, engines=("cpu.naive",)))
     assert found.wrong == ["cpu.naive", "torch"]
     assert found.seconds == {}
     assert found.regret == math.inf
+
+
+def test_errors_of_transforms_are_shares_of_the_largest_size():
+    """The corners of this image have one term of 441; a transform errs there as far as in the middle."""
+    problem = Problem.parse("fprop n1 c1 h40 w40 k1 r21 s21 pad20 f32 nchw")
+    found = measure("some", "corners", problem, CPU, dataclasses.replace(QUICK, engines=("cpu.fft",)))
+    assert found.wrong == []
+    inputs = random_inputs(problem)
+    with policy(engine="cpu.fft", tuning="off"):
+        made = functional.conv2d(inputs.a, inputs.b, None, 1, 20)
+    reference = Reference(problem, inputs)
+    assert found.error["cpu.fft"] == reference.error(made, plain_sum=False)
+    assert reference.error(made) > 10 * found.error["cpu.fft"]
 
 
 def test_a_verifier_in_another_process_sees_the_same():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from openconv.problem import Problem
-from openconv.reference import Reference, error_of, expected, part_of, parts_of, random_inputs
+from openconv.reference import Inputs, Reference, error_of, expected, part_of, parts_of, random_inputs
 
 LINES = (
     "fprop n5 c4 h9 w8 k6 r3 s2 stride2 pad1:2 g2 f32 nhwc",
@@ -133,3 +133,28 @@ def test_half_precision_below_its_smallest_normal_number_is_no_error():
     small = dataclasses.replace(inputs, a=inputs.a * 1e-2, b=inputs.b * 1e-2)
     assert error_of(problem, expected(problem, small).half(), small) <= 1.001 * 2.0**-11
     assert error_of(problem, 2 * expected(problem, small).half(), small) > 0.1
+
+
+def test_errors_of_what_is_no_plain_sum_are_shares_of_the_largest_size():
+    """A corner of a padded image has few terms; a transform errs there as far as in the middle."""
+    problem = Problem.parse("fprop n1 c1 h9 w9 k1 r5 s5 pad4 f64 nchw")
+    inputs = random_inputs(problem)
+    off = expected(problem, inputs)
+    sizes = expected(problem, Inputs(inputs.a.abs(), inputs.b.abs()))
+    off[0, 0, 0, 0] += 1e-3
+    assert error_of(problem, off, inputs) == pytest.approx(1e-3 / float(sizes[0, 0, 0, 0]))
+    assert error_of(problem, off, inputs, plain_sum=False) == pytest.approx(1e-3 / float(sizes.max()))
+    off[0, 0, 6, 6] = torch.nan
+    assert error_of(problem, off, inputs, plain_sum=False) == torch.inf
+
+
+def test_the_largest_size_is_that_of_all_parts_which_are_compared():
+    problem = Problem.parse("fprop n1 c1 h64 w8 k1 r3 s3 pad1 f64 nchw")
+    inputs = random_inputs(problem)
+    reference = Reference(problem, inputs, most_macs=problem.macs / 8)
+    off = expected(problem, inputs)
+    off[0, 0, 0, 0] += 1e-3
+    sizes = expected(problem, Inputs(inputs.a.abs(), inputs.b.abs()))
+    seen = torch.cat([sizes[part.result].flatten() for part in parts_of(problem, problem.macs / 8)])
+    assert reference.error(off, plain_sum=False) == pytest.approx(1e-3 / float(seen.max()))
+    assert reference.error(off, plain_sum=False) < reference.error(off)

@@ -450,7 +450,7 @@ def _measure(problem: Problem, device: Device, place: torch.device, policy: Poli
         start = time.perf_counter()
         result = call()
         took = time.perf_counter() - start
-        error = error_of(problem, result, inputs)
+        error = error_of(problem, result, inputs, plain_sum=candidate.traits.plain_sum)
         if place.type == "cuda":
             took = race_cuda([[call]], budget=budget / 4, least=3)[0].median
         else:

@@ -51,6 +51,7 @@ __all__ = [
     "steps_of",
 ]
 
+_FRESH = 32 << 20  # bytes of a workspace from which glibc would map new memory for each call
 _PARTS = {"complex32": "f32", "complex64": "f32", "complex128": "f64"}
 _COMPUTE = {
     "f16": "f32", "bf16": "f32", "e4m3": "f32", "e5m2": "f32",
@@ -308,13 +309,17 @@ def _real_call(core: Problem, candidate: Candidate, runner: Runner, device: Devi
     strides = empty(shape, dtype, core.layouts[core.result], torch.device("meta")).stride()
     workspace_bytes, size = candidate.workspace, dtype.itemsize * prod(shape)
     large = device.kind == "cpu" and size >= LARGE
+    roomy = device.kind == "cpu" and workspace_bytes >= _FRESH
 
     def run(a: Tensor, b: Tensor, bias: Any) -> Tensor:
         if large:
             out = large_tensor(shape, strides, dtype)
         else:
             out = torch.empty_strided(shape, strides, dtype=dtype, device=a.device)
-        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=a.device) if workspace_bytes else None
+        if roomy:
+            workspace: Tensor | None = large_tensor((workspace_bytes,), (1,), torch.uint8)
+        else:
+            workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=a.device) if workspace_bytes else None
         runner(a, b, out, workspace, bias)
         return out
 

@@ -5,6 +5,13 @@
 the unit of :attr:`openconv.engine.Traits.error_bound`: a share of the size of the terms that were added up, which does
 not blow up where they cancel. A size below the smallest normal number of the result's dtype counts as that number:
 further down f16 has steps, not digits. Large problems are compared on a :class:`Part` of their results.
+
+Engines that are no plain sum (``Traits.plain_sum``: Winograd, FFT) mix the elements of a tile, so that a result whose
+own terms are small errs as far as its neighbours do. Theirs is the same difference as a share of the largest size,
+
+    error = max |got - wanted| / max sum(|x| * |w|)
+
+which is never more than the first figure of the same result, and equal to it where all windows are alike.
 """
 
 from __future__ import annotations
@@ -141,13 +148,15 @@ class Reference:
             wanted, size = all_expected(part.problem, given, place), _sizes(part.problem, given, place)
             self._parts.append((part.result, wanted, size))
 
-    def error(self, got: Tensor | Sequence[Tensor]) -> float:
+    def error(self, got: Tensor | Sequence[Tensor], *, plain_sum: bool = True) -> float:
         """The error of a result; infinity if it is not finite where it should be. Integers are compared as their type
         wraps, and their error is the largest difference. Of several results it is the largest; statistics are compared
-        with those of the result as it is, as shares of the sizes of their terms."""
+        with those of the result as it is, as shares of the sizes of their terms. Without ``plain_sum`` it is a share of
+        the largest size in the parts that are compared."""
         results = [got] if isinstance(got, Tensor) else list(got)
+        largest = None if plain_sum else torch.stack([size.max() for _, _, size in self._parts]).max()
         errors = [
-            self._error(result[where].to(self._place), wanted, size)
+            self._error(result[where].to(self._place), wanted, size if largest is None else largest)
             for where, all_wanted, size in self._parts
             for result, wanted in zip(results, all_wanted, strict=False)
         ]
@@ -205,9 +214,11 @@ def _sizes(problem: Problem, inputs: Inputs, place: torch.device | str) -> Tenso
     return size
 
 
-def error_of(problem: Problem, got: Tensor | Sequence[Tensor], inputs: Inputs, *, most_macs: float = 2e8) -> float:
+def error_of(
+    problem: Problem, got: Tensor | Sequence[Tensor], inputs: Inputs, *, most_macs: float = 2e8, plain_sum: bool = True
+) -> float:  # fmt: skip
     """The error of one result: see :meth:`Reference.error`."""
-    return Reference(problem, inputs, most_macs=most_macs).error(got)
+    return Reference(problem, inputs, most_macs=most_macs).error(got, plain_sum=plain_sum)
 
 
 def allowed_error(problem: Problem, traits: Traits) -> float:

@@ -69,10 +69,12 @@ _USUAL = Limits()
 
 @dataclass(frozen=True)
 class _Contestant:
-    """An engine as it is called: under a policy, or under that in force where it is None."""
+    """An engine as it is called: under a policy, or under that in force where it is None. ``plain_sum`` is its trait,
+    which says what its errors are a share of."""
 
     name: str
     policy: Policy | None
+    plain_sum: bool = True
 
     def call(self, problem: Problem, inputs: Inputs, device: Device) -> Callable[[], Tensor]:
         """What a user would call: the function for a plain forward pass, the plan itself for everything else, and where
@@ -143,12 +145,13 @@ def _field(problem: Problem, device: Device, limits: Limits) -> _Field:
             )
         else:
             alone = policy.but(engine=engine, tuning="off")
-            found.contestants.append(_Contestant(name, as_chosen if name == chosen else alone))
+            sums = candidate.traits.plain_sum
+            found.contestants.append(_Contestant(name, as_chosen if name == chosen else alone, sums))
             found.candidates[name] = candidate
     if limits.invariant:
         strict = policy.but(batch_invariant=True, tuning="off")
         for allowed in rank(core, device, strict)[0][:1]:
-            found.contestants.append(_Contestant("batch_invariant", strict))
+            found.contestants.append(_Contestant("batch_invariant", strict, allowed.traits.plain_sum))
             found.candidates["batch_invariant"] = allowed
     if limits.engines and not found.contestants:
         reasons = {r.engine.name: list(r.reasons) for r in refusals if r.engine.name in limits.engines}
@@ -217,12 +220,13 @@ def verify(
         with torch.backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=False):  # no search for the reference
             reference = Reference(problem, inputs, place=place)
         for contestant in contestants:
-            found.error[contestant.name] = reference.error(contestant.call(problem, inputs, device)())
+            made = contestant.call(problem, inputs, device)()
+            found.error[contestant.name] = reference.error(made, plain_sum=contestant.plain_sum)
         for name in peers:
             try:
                 ready = peer_named(name).prepare(problem, [inputs])
-                made, took = _once(ready.calls[0], place, longest)
-                result = ready.result(made)
+                answer, took = _once(ready.calls[0], place, longest)
+                result = ready.result(answer)
             except (NotTaken, RuntimeError) as reason:
                 found.notes[name] = " ".join(str(reason).split())[:300]
                 continue

@@ -54,7 +54,7 @@ from .simd import (
     store_block_clipped,
     store_clipped,
     store_rows,
-    thread_index,
+    thread_number,
     transpose,
     unpack,
     zero,
@@ -373,7 +373,8 @@ def _writer(T: type, ACROSS: int, CHANNELS_LAST: bool) -> Any:
 
 @functools.cache
 def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool) -> Kernel:
-    """fprop and dgrad. Arguments: tasks, x, filters, y, bias, slots or 0, memory of the threads, plan, pitch.
+    """fprop and dgrad. Arguments: tasks, x, filters, y, bias, slots or 0, memory of the threads, plan, pitch,
+    numbering of the threads.
 
     A task is a tile and a range of the result's channels. Rows of a tile are cut into blocks of ROWS pixels, and of one
     pixel less where that makes them come out even.
@@ -391,7 +392,7 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
             argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3), argument(block, 4),
         )  # fmt: skip
         slots, memory, plan, pitch = argument(block, 5), argument(block, 6), argument(block, 7), argument(block, 8)
-        mine = memory + thread_index(block) * _word(plan, _THREAD)
+        mine = memory + thread_number(block, argument(block, 9)) * _word(plan, _THREAD)
         sums, slot = mine, mine + _word(plan, _SUMS)
         ranges, range_blocks, blocks = _word(plan, _RANGES), _word(plan, _RANGE_BLOCKS), _word(plan, _BLOCKS)
         mode, chunk, line = _word(plan, _MODE), _word(plan, _CHUNK), _word(plan, _ROW_PIXELS)
@@ -591,7 +592,8 @@ def filter_rows_kernel(T: type, ACROSS: int) -> Kernel:
 @functools.cache
 def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool) -> Kernel:
     """wgrad into ordered sums. Arguments: tasks, x, dy, sums, memory of the threads, plan, pitch, offsets of the
-    pixels, lines, rows of a line, offsets of the lines, ranges of lines, lines of a range, a row of zeros.
+    pixels, lines, rows of a line, offsets of the lines, ranges of lines, lines of a range, a row of zeros,
+    numbering of the threads.
 
     A line is a run of rows whose scalars lie a pitch apart: the channels of x under one tap, or taps. A task owns the
     lines of a range and the blocks of a range of dy's channels in one group, and goes over all tiles in order, so that
@@ -647,7 +649,7 @@ def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
         memory, plan, pitch, offsets = argument(block, 4), argument(block, 5), argument(block, 6), argument(block, 7)
         lines, line_rows, places = argument(block, 8), argument(block, 9), argument(block, 10)
         line_ranges, range_lines, nothing = argument(block, 11), argument(block, 12), argument(block, 13)
-        mine = memory + thread_index(block) * _word(plan, _THREAD)
+        mine = memory + thread_number(block, argument(block, 14)) * _word(plan, _THREAD)
         vectors, own = mine, mine + _word(plan, _SUMS)
         ranges, range_blocks, blocks = _word(plan, _RANGES), _word(plan, _RANGE_BLOCKS), _word(plan, _BLOCKS)
         mode, G = _word(plan, _MODE), _word(plan, _G)

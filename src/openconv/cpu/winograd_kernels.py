@@ -42,6 +42,7 @@ from .simd import (
     load_block,
     load_block_clipped,
     load_clipped,
+    load_rows,
     load_scalar,
     next_of_share,
     prefetch,
@@ -49,6 +50,7 @@ from .simd import (
     store_block,
     store_block_clipped,
     store_clipped,
+    store_rows,
     thread_number,
     transpose,
     vector_of,
@@ -613,7 +615,7 @@ def gradient_kernel(
                     to = d + xi * point + (c - c0) * MR * row + (k - k0) * VB
                     sums = fill(COUNT, zero(T))
                     if not fresh:
-                        sums = load_rows(sums, MR, to, row)
+                        sums = load_rows(T, MR, NV, to, row)
                     store_rows(sums_of(a, b, tiles, sums), MR, to, row)
 
     @kernel
@@ -660,38 +662,3 @@ def gradient_kernel(
             task, away = next_of_share(block, 9, word(table, THREADS), number, away, tasks)
 
     return winograd_gradient
-
-
-@intrinsic(prefer_literal=True)
-def load_rows(typingctx, like, rows, address, pitch):
-    """load_rows(block, rows, address, pitch) -> a block of `rows` rows of vectors, those of a row behind each other."""
-    if not isinstance(rows, types.IntegerLiteral):
-        return None
-    count = like.count // rows.literal_value
-
-    def codegen(context, builder, signature, args):
-        kind = context.get_value_type(like.dtype)
-        block = ir.Constant(context.get_value_type(like), ir.Undefined)
-        for i in range(like.count):
-            first = emit_offset(builder, args[2], i // count, args[3])
-            value = emit_load(builder, kind, emit_offset(builder, first, i % count, LANE_BYTES))
-            block = builder.insert_value(block, value, i)
-        return block
-
-    return like(like, rows, types.int64, types.int64), codegen
-
-
-@intrinsic(prefer_literal=True)
-def store_rows(typingctx, block, rows, address, pitch):
-    """store_rows(block, rows, address, pitch): the opposite."""
-    if not isinstance(rows, types.IntegerLiteral):
-        return None
-    count = block.count // rows.literal_value
-
-    def codegen(context, builder, signature, args):
-        for i in range(block.count):
-            first = emit_offset(builder, args[2], i // count, args[3])
-            emit_store(builder, emit_offset(builder, first, i % count, LANE_BYTES), builder.extract_value(args[0], i))
-        return context.get_dummy_value()
-
-    return types.void(block, rows, types.int64, types.int64), codegen

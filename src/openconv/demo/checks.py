@@ -100,7 +100,8 @@ def _check(check: EngineCheck, problem: Problem, inputs: Inputs, device: Device,
     check.taken += 1
     try:
         plan = plan_for(problem, device, Policy(engine=check.name))
-        error = error_of(problem, plan(inputs.a, inputs.b, inputs.operands), inputs)
+        made = plan(inputs.a, inputs.b, inputs.operands)
+        error = error_of(problem, made, inputs, plain_sum=candidate.traits.plain_sum)
     except Exception as failure:  # a crash is a finding like a wrong number, and must not hide the others
         check.wrong.append(f"{problem}: {type(failure).__name__}: {failure}")
         return
