@@ -24,7 +24,10 @@ from math import log2, prod, sqrt
 from .engine import Knobs, Traits
 from .problem import Problem
 
-__all__ = ["FftKnobs", "Form", "Rates", "Run", "copies_of", "good_size", "knobs_for", "runs", "seconds", "traits_of"]
+__all__ = [
+    "FftKnobs", "Form", "Rates", "Run", "copies_of", "empty_refusals", "good_size", "knobs_for", "runs", "seconds",
+    "traits_of",
+]  # fmt: skip
 
 _MOST = 1 << 20  # positions along one axis
 _SMALL = 1024  # bytes of numbers and sizes that torch allocates on the way
@@ -280,6 +283,12 @@ def extents_of(problem: Problem) -> tuple[int, ...]:
     if problem.direction == "dgrad":
         return problem.spatial
     return tuple((count - 1) * stride + 1 for count, stride in zip(problem.out, problem.stride, strict=True))
+
+
+def empty_refusals(problem: Problem) -> Iterator[str]:
+    """Tiles need something to hold."""
+    if problem.is_empty:
+        yield f"shapes of x and w are {problem.x_shape} and {problem.w_shape}; of nothing there is no transform"
 
 
 # -- what can be relied on --------------------------------------------------------------------------------------------

@@ -107,6 +107,13 @@ def test_refuses_integers_and_mixed_dtypes():
             assert words in refusal(ENGINE, make(PROBLEMS["3x3"], direction, dtype))
 
 
+def test_refuses_what_is_empty():
+    for text in ("n0 c2 w9 k2 s3", "n1 c0 w9 k2 s3", "n1 c2 w9 k0 s3", "n1 c2 w0 k2 s3 pad2"):
+        problem = make(text)
+        assert str(problem.x_shape) in refusal(ENGINE, problem)
+        check_plan(problem)
+
+
 def test_strict_accuracy_leaves_it_out():
     problem = make("n1 c1 w30000 k1 s9000")
     assert choose(problem, this_device(), Policy(tuning="off")).engine.name == ENGINE.name

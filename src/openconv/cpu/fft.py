@@ -8,7 +8,7 @@ from functools import lru_cache
 from ..device import Device
 from ..engine import Engine, Runner, Traits
 from ..fft_passes import build
-from ..fft_tiles import FftKnobs, Form, Rates, copies_of, knobs_for, seconds, traits_of
+from ..fft_tiles import FftKnobs, Form, Rates, copies_of, empty_refusals, knobs_for, seconds, traits_of
 from ..problem import Problem
 from .matrices import float_refusals
 
@@ -37,6 +37,7 @@ class Fft(Engine):
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         yield from float_refusals(problem)
+        yield from empty_refusals(problem)
 
     def traits(self, problem: Problem, knobs: FftKnobs) -> Traits:
         return traits_of(problem, knobs)

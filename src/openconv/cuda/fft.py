@@ -12,7 +12,7 @@ from torch import Tensor
 from ..device import Device
 from ..engine import Engine, Runner, Traits
 from ..fft_passes import build
-from ..fft_tiles import FftKnobs, Form, Rates, copies_of, knobs_for, seconds, traits_of
+from ..fft_tiles import FftKnobs, Form, Rates, copies_of, empty_refusals, knobs_for, seconds, traits_of
 from ..problem import Problem
 from . import jit, pointwise
 from .device import CudaDevice
@@ -48,6 +48,7 @@ class Fft(Engine):
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         if problem.dtypes[0] not in DTYPES or len(set(problem.dtypes)) > 1:
             yield f"dtypes are {', '.join(problem.dtypes)}; transforms take {', '.join(DTYPES)} throughout"
+        yield from empty_refusals(problem)
         pointwise = problem.c == problem.k == problem.groups
         setting = torch.get_float32_matmul_precision()
         if problem.dtypes[0] != "f64" and not pointwise and setting != "highest":
