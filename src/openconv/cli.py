@@ -20,6 +20,7 @@ from rich.console import Console
 from .bench.command import bench
 from .bench.errors_command import bench_errors
 from .bench.graphs_command import bench_graphs
+from .bench.models_command import bench_models
 from .bench.report.command import report
 from .compile_command import compile_kernels
 from .tune_command import database, tune
@@ -237,6 +238,7 @@ for _command in (bench, report, tune):
 for _entry in database.registered_commands:
     _entry.callback = _reporting(_entry.callback) if _entry.callback else None
 app.command("bench-errors")(_reporting(bench_errors))
+app.command("bench-models")(_reporting(bench_models))
 app.command("bench-graphs")(_reporting(bench_graphs))
 app.command("compile")(_reporting(compile_kernels))
 app.add_typer(database, name="tuning")

@@ -33,6 +33,7 @@ from .device import Device
 from .engine import Engine, Runner
 from .epilogue import IDENTITY, Acc, Epilogue, Expr, Node, Operand
 from .evaluate import before, evaluate, evaluator_, statistics
+from .prepared import prepared
 from .problem import Problem
 from .select import Candidate, Policy, choose, rank
 from .tensors import DTYPES, empty, guards, in_layout, memory_format, to_layout
@@ -488,6 +489,13 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
         a = a.resolve_conj()
         return [to_layout(part.to(dtype), layout) for part in (a.real, a.imag)]
 
+    # Filters of half precision are kept as they are computed with, so that engines can keep what they make of those.
+    keeps = problem.direction == "fprop" and core.dtypes[1] != problem.dtypes[1] and not complex_
+
+    def cast(b: Tensor) -> Tensor:
+        b = to_layout(b, b_layout)
+        return prepared(b, ("cast", b_dtype), lambda out: out.copy_(b), torch.empty_like(b, dtype=b_dtype))
+
     def general(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
         values = dict(zip(names, operands, strict=True))
         if complex_:
@@ -498,7 +506,8 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
             return to_layout(evaluate(rest, torch.complex(re, im), values).to(out_dtype), out_layout)
         values = {name: value.to(core_dtype) for name, value in values.items()}
         vector = values[bias].contiguous() if bias else none
-        out = real(to_layout(a.to(a_dtype), a_layout), to_layout(b.to(b_dtype), b_layout), vector)
+        filters = cast(b) if keeps else to_layout(b.to(b_dtype), b_layout)
+        out = real(to_layout(a.to(a_dtype), a_layout), filters, vector)
         return to_layout(finish(out, values).to(out_dtype), out_layout)  # an operand may have led to its own strides
 
     if takes_epilogue and plain:

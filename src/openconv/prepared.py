@@ -46,7 +46,7 @@ _gone: deque[Hashable] = deque()  # places whose filters have been freed, at any
 _lock = threading.Lock()
 
 
-def prepared(w: Tensor, key: Hashable, make: Callable[[Tensor], None], spare: Tensor) -> Tensor:
+def prepared(w: Tensor, key: Hashable, make: Callable[[Tensor], object], spare: Tensor) -> Tensor:
     """What ``make`` fills a tensor like ``spare`` with, made now in ``spare`` itself or kept from an earlier call.
 
     ``key`` says what is made: the engine, and all that it depends on besides the numbers of ``w``.
@@ -82,7 +82,7 @@ def kept_bytes() -> int:
         return sum(entry.made.nbytes for entry in _entries.values() if entry.made is not None)
 
 
-def _keep(place: Hashable, entry: _Entry, make: Callable[[Tensor], None], spare: Tensor) -> Tensor:
+def _keep(place: Hashable, entry: _Entry, make: Callable[[Tensor], object], spare: Tensor) -> Tensor:
     made = torch.empty_like(spare)
     make(made)
     with _lock:

@@ -13,6 +13,7 @@ from ...problem import DIRECTIONS, Problem
 from ..errors import FILE_NAME as ERRORS
 from ..errors import ErrorRecord, read_errors
 from ..graphs_results import FILE_NAME as GRAPHS
+from ..models import FILE_NAME as MODELS
 from ..results import Record, read, results_folder
 
 __all__ = ["DIRECTION_ORDER", "Run", "base_name", "grouped", "layer_family", "layer_kind", "load", "problem_of"]
@@ -140,7 +141,8 @@ def layer_kind(record: Record) -> str:
 def load(paths: Sequence[Path] = ()) -> list[Run]:
     """The runs of folders and files; of ``benchmarks/results`` of the checkout if none is named.
 
-    A folder holds records (``*.jsonl``, but for those of graphs; those of errors are apart), or folders that do.
+    A folder holds records (``*.jsonl``, but for those of graphs and models; those of errors are apart), or folders that
+    do.
     FileNotFoundError if a path is not there, ValueError if there are no records in it or a line is damaged.
     """
     runs = [run for path in paths or [results_folder()] for run in _runs_at(path)]
@@ -168,7 +170,7 @@ def _runs_at(path: Path) -> list[tuple[Path, Run]]:
 
 def _all_checked(folder: Path) -> list[Record]:
     """The records of all suites of a folder."""
-    files = sorted(file for file in folder.glob("*.jsonl") if file.name not in (GRAPHS, ERRORS))
+    files = sorted(file for file in folder.glob("*.jsonl") if file.name not in (GRAPHS, ERRORS, MODELS))
     return [record for file in files for record in _checked(file)]
 
 
