@@ -124,7 +124,7 @@ def test_a_choice_by_the_database_is_timed_beside_that_by_prediction(tmp_path, m
     other = list(dict.fromkeys(map(str, engine.knobs(layer, device))))[1]
     known = Entry((Measurement(engine.name, other, engine.version, 1e-6, 1e-6, 1e-6, 9),), "2026-01-01T00:00:00Z")
     database.user_store().update(Database({device.key: {str(layer): known}}))
-    with policy(tuning="heuristic"):
+    with policy(tuning="heuristic", engine=engine.name):
         found = measure("some", "layer", layer, CPU, QUICK)
     assert found.chosen == f"cpu.im2col_gemm[{other}]"
     assert (found.heuristic, found.source) == ("cpu.im2col_gemm", "database")

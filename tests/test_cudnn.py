@@ -86,7 +86,7 @@ BACKWARD: dict[str, Any] = {
 
 
 def near(ours: Tensor, theirs: Tensor) -> None:
-    assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    assert_close(ours, theirs, atol=1e-4, rtol=1e-4)  # Winograd's roundings among them
 
 
 @pytest.mark.parametrize("op", [*UNARY, *POSITIVE])

@@ -79,6 +79,15 @@ def test_a_write_past_the_version_to_all_of_them_is_seen():
     maker()
 
 
+def test_a_write_past_the_version_to_one_number_is_seen_in_small_filters():
+    """How torch.autograd.gradcheck tries small changes."""
+    maker = Maker(torch.nn.Parameter(torch.randn(32, 16, 3, 3)))
+    maker(), maker(), maker()
+    for at in (0, 7, 32 * 16 * 9 - 1):
+        maker.w.data.view(-1)[at] += 1e-3
+        maker()
+
+
 def test_other_filters_in_the_same_memory_are_others():
     storage = torch.randn(4 * 27)
     maker = Maker(storage.view(4, 3, 3, 3))

@@ -5,10 +5,11 @@ at rest multiplies by the same filters again and again: the second call with the
 it. In training every step changes the filters, and nothing is kept.
 
 Filters are the same if their memory is, its storage is still that of the same tensor, and its version has not gone up,
-which every operation of torch that writes to it sees to. Two ways of writing go past the version: ``w.data`` and memory
-that something else than torch holds, such as a NumPy array. Against those 64 numbers spread over the filters are
-compared as well, so that a change of all of them is seen; of a change of a few numbers by such a way
-:func:`forget` has to be told (``openconv.empty_cache()`` does). Filters that other processes share are never kept.
+which every operation of torch that writes to it sees to. Two ways of writing go past the version: ``w.data``, which
+``torch.autograd.gradcheck`` uses too, and memory that something else than torch holds, such as a NumPy array. Against
+those the numbers themselves are compared: all of filters up to 256 KB, and 64 that are spread over larger ones, so that
+a change of all of them is seen. Of a change of a few numbers of large filters by such a way :func:`forget` has to be
+told (``openconv.empty_cache()`` does). Filters that other processes share are never kept.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ LIMIT = 1 << 30
 """Bytes that are kept at most; what was used least lately goes first."""
 
 _SAMPLES = 64
+_WHOLE = 1 << 16  # numbers that are all compared: 256 KB of f32, some 10 us
 
 
 @dataclass
@@ -123,9 +125,9 @@ def _version(w: Tensor) -> int | None:
 
 
 def _sample(w: Tensor) -> Tensor:
-    """Numbers spread over the filters, the first among them."""
+    """All numbers of small filters; of others some that are spread over them, the first among them."""
     count = w.numel()
-    step = max(1, count // _SAMPLES)
+    step = 1 if count <= _WHOLE else count // _SAMPLES
     return w.detach().as_strided((-(-count // step),), (step,), w.storage_offset())
 
 

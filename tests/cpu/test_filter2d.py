@@ -186,7 +186,12 @@ def test_image_filters_are_not_left_to_a_matrix_product():
     for direction in DIRECTIONS:
         for taps in (3, 5, 7, 15):
             problem = Problem.parse(f"{direction} n1 c1 h1024 w2048 k1 r{taps} s{taps} pad{taps // 2}")
-            assert choose(problem, DEVICE, DEFAULT).engine.name in ("cpu.filter2d", "cpu.depthwise")
+            assert choose(problem, DEVICE, DEFAULT).engine.name in (
+                "cpu.filter2d",
+                "cpu.depthwise",
+                "cpu.separable",
+                "cpu.fft",
+            )
 
 
 def test_a_long_padding_costs_more_than_the_same_results_without():

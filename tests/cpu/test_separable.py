@@ -264,11 +264,12 @@ def test_a_limit_on_the_workspace_is_kept():
 
 
 def test_memory_is_bounded():
-    """An image of floats and the factors; matrix engines have been seen to unfold 131x131 windows into 68 GB."""
+    """An image of floats and the factors, and what the engine takes that runs any other filter; matrix engines have
+    been seen to unfold 131x131 windows into 68 GB."""
     problem = make("n1 c1 h1000 w1000 k1 r131 s131 pad65")
     chosen = choose(problem, this_device(), Policy(tuning="off"))
     assert chosen.engine.name == ENGINE.name
-    assert chosen.workspace < 5 << 20
+    assert chosen.workspace < 48 << 20
 
 
 # -- choice -----------------------------------------------------------------------------------------------------------

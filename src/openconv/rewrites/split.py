@@ -63,9 +63,8 @@ class Split(Rewrite):
         yield from small or every
 
     def traits(self, problem: Problem, knobs: Rewritten) -> Traits:
-        # How many images go together follows the batch; bands of an image do not.
-        found = super().traits(problem, knobs)
-        return found if knobs.way.bands > 1 else replace(found, batch_invariant=problem.direction == "wgrad")
+        # How many images go together follows the batch, and so may the engine inside of bands.
+        return replace(super().traits(problem, knobs), batch_invariant=problem.direction == "wgrad")
 
     def parts(self, problem: Problem, way: Pieces) -> list[Part]:
         if way.bands == 1:

@@ -95,6 +95,11 @@ def rank(
         accepted.sort(key=lambda c: (order.get(c.engine.name, len(order)), c.expected))
     else:
         accepted.sort(key=lambda c: c.expected)
+    if policy.batch_invariant and problem.n > 1 and problem.direction != "wgrad":
+        # Engines differ in their last bits: which one runs must not depend on the batch either.
+        alone = rank(problem.with_(n=1), device, policy, without=without)[0]
+        places = {candidate.engine.name: at for at, candidate in enumerate(alone)}
+        accepted.sort(key=lambda c: places.get(c.engine.name, len(places)))
     return accepted, refused
 
 
