@@ -7,8 +7,8 @@ it. In training every step changes the filters, and nothing is kept.
 Filters are the same if their memory is, its storage is still that of the same tensor, and its version has not gone up,
 which every operation of torch that writes to it sees to. Two ways of writing go past the version: ``w.data``, which
 ``torch.autograd.gradcheck`` uses too, and memory that something else than torch holds, such as a NumPy array. Against
-those the numbers themselves are compared: all of filters up to 256 KB, and 64 that are spread over larger ones, so that
-a change of all of them is seen. Of a change of a few numbers of large filters by such a way :func:`forget` has to be
+those the numbers themselves are compared: all of filters up to 4096, and 64 that are spread over larger ones, so that a
+change of all of them is seen. Of a change of a few numbers of large filters by such a way :func:`forget` has to be
 told (``openconv.empty_cache()`` does). Filters that other processes share are never kept.
 """
 
@@ -30,7 +30,7 @@ LIMIT = 1 << 30
 """Bytes that are kept at most; what was used least lately goes first."""
 
 _SAMPLES = 64
-_WHOLE = 1 << 16  # numbers that are all compared: 256 KB of f32, some 10 us
+_WHOLE = 1 << 12  # numbers that are all compared: 16 KB of f32, 2 us (65536 of them would take 15)
 
 
 @dataclass
