@@ -102,7 +102,12 @@ def test_errors_of_transforms_are_shares_of_the_largest_size():
 def test_a_verifier_in_another_process_sees_the_same():
     with run.Verifier() as verifying:
         found = measure("some", "tiny", TINY, CPU, QUICK, verifying=verifying)
-    assert found.error == measure("some", "tiny", TINY, CPU, QUICK).error
+    here = measure("some", "tiny", TINY, CPU, QUICK).error
+    # MKL computes transforms that are left over by themselves in another order, which follows the number of threads.
+    assert found.error == pytest.approx(here, abs=1e-6)
+    assert {name: error for name, error in found.error.items() if "fft" not in name} == {
+        name: error for name, error in here.items() if "fft" not in name
+    }
 
 
 def test_a_fault_in_a_library_takes_down_the_verifier_and_not_the_benchmark():

@@ -30,7 +30,8 @@ def draw_filter(*shape: int, device: Any, dtype: torch.dtype) -> Tensor:
 
 def close(ours: Tensor, theirs: Tensor) -> None:
     assert ours.dtype == theirs.dtype
-    assert_close(ours, theirs, atol=ATOL, rtol=RTOL)
+    # Sums in another order may round to the neighbour of a bf16.
+    assert_close(ours, theirs, atol=ATOL, rtol=max(RTOL, torch.finfo(ours.dtype).eps))
 
 
 def close_to_exact(ours: Tensor, exact: Tensor) -> None:

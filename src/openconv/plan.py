@@ -493,7 +493,8 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
     keeps = problem.direction == "fprop" and core.dtypes[1] != problem.dtypes[1] and not complex_
 
     def cast(b: Tensor) -> Tensor:
-        b = to_layout(b, b_layout)
+        if not in_layout(b, b_layout):
+            return to_layout(b.to(b_dtype), b_layout)
         return prepared(b, ("cast", b_dtype), lambda out: out.copy_(b), torch.empty_like(b, dtype=b_dtype))
 
     def general(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
