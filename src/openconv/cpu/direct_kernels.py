@@ -92,7 +92,6 @@ class Head:
     CHUNK = 28
     SLOT, SUMS, THREAD = 29, 30, 31  # bytes: of a slot, of sums, of all that a thread has
     MODE = 32  # 0: a task fills its slot; 1: slots are filled beforehand; 2: the image itself is read
-    BIG, BLOCKS_ACROSS = 33, 34
 
 
 class Phase:
@@ -110,7 +109,7 @@ class Column:
     START, COUNT, TERMS, OFFSETS, FILTERS = 0, 1, 2, 3, 4
 
 
-HEAD, PHASE, COLUMN = 36, 18, 5
+HEAD, PHASE, COLUMN = 33, 18, 5
 
 # Numba reads class attributes of a frozen object, not of these: what kernels use are numbers of this module.
 _N, _G, _I, _O = Head.N, Head.G, Head.I, Head.O
@@ -123,7 +122,6 @@ _RANGES, _BLOCKS, _RANGE_BLOCKS = Head.RANGES, Head.BLOCKS, Head.RANGE_BLOCKS
 _COLUMN_PHASES, _STEP = Head.COLUMN_PHASES, Head.STEP
 _FIRST, _STRIDE, _WIDTH, _PIXEL, _ROW_PIXELS = Head.FIRST, Head.STRIDE, Head.WIDTH, Head.PIXEL, Head.ROW_PIXELS
 _CHUNK, _SLOT, _SUMS, _THREAD, _MODE = Head.CHUNK, Head.SLOT, Head.SUMS, Head.THREAD, Head.MODE
-_BIG, _BLOCKS_ACROSS = Head.BIG, Head.BLOCKS_ACROSS
 _D_START, _D_STEP, _D_COUNT, _D_STRIDE, _TAPS = Phase.D_START, Phase.D_STEP, Phase.D_COUNT, Phase.D_STRIDE, Phase.TAPS
 _H_START, _H_STEP, _H_COUNT, _H_FIRST = Phase.H_START, Phase.H_STEP, Phase.H_COUNT, Phase.H_FIRST
 _H_SOURCE, _H_SLOT, _H_SPAN = Phase.H_SOURCE, Phase.H_SLOT, Phase.H_SPAN
