@@ -49,6 +49,7 @@ from .simd import (
     load_scalar,
     next_tile,
     pack,
+    prefetch,
     store,
     store_block,
     store_block_clipped,
@@ -185,27 +186,32 @@ def store_table(typingctx, block, base, table, scale, count):
 
 
 @functools.cache
-def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int) -> Any:
+def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int, AHEAD: bool = False) -> Any:
     """sums[ROWS x ACROSS vectors] = start + (sum over terms of scalars * vectors). PITCH is the distance of the scalars
-    where it is known beforehand, else 0."""
-    STEP, COUNT = ACROSS * lanes(T) * np.dtype(T).itemsize, ROWS * ACROSS
+    where it is known beforehand, else 0. AHEAD: with each term so much is asked for, beginning at `ahead`, that it is
+    all that the terms of a block have read."""
+    SIZE = np.dtype(T).itemsize
+    COUNT, BESIDE = ROWS * ACROSS, ROWS * SIZE
+
+    @inline
+    def block_of_sums(start, start_pitch, sums, sums_pitch, a, pitch, offsets, terms, b, b_pitch, ahead):
+        acc = fill(COUNT, zero(T))
+        for term in range(terms):
+            if AHEAD:
+                prefetch(1, ahead + term * BESIDE)
+            acc = step(acc, a + load_scalar(np.int64, offsets + 8 * term), pitch, b + term * b_pitch)
+        store_rows(add_blocks(acc, load_rows(T, ROWS, ACROSS, start, start_pitch)), ROWS, sums, sums_pitch)
 
     if PITCH:
 
         @inline
-        def block_of_sums(start, start_pitch, sums, sums_pitch, a, pitch, offsets, terms, b):
-            acc = fill(COUNT, zero(T))
-            for term in range(terms):
-                acc = fma_rows(acc, ROWS, a + load_scalar(np.int64, offsets + 8 * term), PITCH, b + term * STEP)
-            store_rows(add_blocks(acc, load_rows(T, ROWS, ACROSS, start, start_pitch)), ROWS, sums, sums_pitch)
+        def step(acc, a, pitch, b):
+            return fma_rows(acc, ROWS, a, PITCH, b)
     else:
 
         @inline
-        def block_of_sums(start, start_pitch, sums, sums_pitch, a, pitch, offsets, terms, b):
-            acc = fill(COUNT, zero(T))
-            for term in range(terms):
-                acc = fma_rows(acc, ROWS, a + load_scalar(np.int64, offsets + 8 * term), pitch, b + term * STEP)
-            store_rows(add_blocks(acc, load_rows(T, ROWS, ACROSS, start, start_pitch)), ROWS, sums, sums_pitch)
+        def step(acc, a, pitch, b):
+            return fma_rows(acc, ROWS, a, pitch, b)
 
     return block_of_sums
 
@@ -296,7 +302,27 @@ def _filler(T: type, CHANNELS_LAST: bool) -> Any:
                                     v += L
                         else:
                             line = x + (((image + b) * D + d) * H + h) * W * G * I * SIZE + group * I * SIZE
-                            for q in range(width):
+                            joined = G == 1 and pixel == I
+                            if joined:
+                                # Neighbouring pixels lie together here and there: a row is one run.
+                                from_ = line + first_w * I * SIZE
+                                left = max(0, -first_w) * I
+                                right = max(left, inside_to * I) if there else left
+                                v = 0
+                                while v < left:
+                                    store(target + v * SIZE, zero(T))
+                                    v += L
+                                v = left
+                                while v + L <= right:
+                                    store(target + v * SIZE, load(T, from_ + v * SIZE))
+                                    v += L
+                                if v < right:
+                                    store(target + v * SIZE, load_clipped(T, from_, v, right))
+                                v = right
+                                while v < width * I:
+                                    store(target + v * SIZE, zero(T))
+                                    v += L
+                            for q in range(0 if joined else width):
                                 place = target + q * pixel * SIZE
                                 w = first_w + q
                                 if there and w >= 0 and q < inside_to:
@@ -370,18 +396,21 @@ def _writer(T: type, ACROSS: int, CHANNELS_LAST: bool) -> Any:
 
 
 @functools.cache
-def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool) -> Kernel:
+def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool, AHEAD: bool) -> Kernel:
     """fprop and dgrad. Arguments: tasks, x, filters, y, bias, slots or 0, memory of the threads, plan, pitch,
     numbering of the threads.
 
     A task is a tile and a range of the result's channels. Rows of a tile are cut into blocks of ROWS pixels, and of one
     pixel less where that makes them come out even.
+
+    AHEAD, for images in nhwc that are read in place and filters of one tap: pixels are asked for two blocks before they
+    are read. A block reads several of them side by side, which the CPU does not foresee (8 images of 112x112, dgrad of
+    16 to 96 channels: 2524 us without it, 1730 with).
     """
     L, SIZE = lanes(T), np.dtype(T).itemsize
     VECTOR = ACROSS * L * SIZE
     LESS = max(ROWS - 1, 1)
-    big, small = _block_of_sums(T, ROWS, ACROSS, PITCH), _block_of_sums(T, LESS, ACROSS, PITCH)
-    one = _block_of_sums(T, 1, ACROSS, PITCH)
+    big, small, one = (_block_of_sums(T, rows, ACROSS, PITCH, AHEAD) for rows in (ROWS, LESS, 1))
     fill_slot, write = _filler(T, CHANNELS_LAST), _writer(T, ACROSS, CHANNELS_LAST)
 
     @kernel
@@ -452,6 +481,7 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                                     q = 0
                                     for part in range(large + less + ones):
                                         a = place + q * stride * pixel * SIZE
+                                        ahead = a + 2 * ROWS * pixel * SIZE + first * ROWS * SIZE
                                         to, to_pitch = target + q * step * VECTOR, step * VECTOR
                                         start, start_pitch = to, to_pitch
                                         if first == 0:
@@ -460,13 +490,16 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                                             to, to_pitch = result + ready * distance, distance
                                         table, those_ = offsets + 8 * first, vectors + first * VECTOR
                                         if part < large:
-                                            big(start, start_pitch, to, to_pitch, a, pitch, table, some, those_)
+                                            big(start, start_pitch, to, to_pitch, a, pitch, table, some, those_,
+                                                VECTOR, ahead)  # fmt: skip
                                             q, ready = q + ROWS, ready + ROWS
                                         elif part < large + less:
-                                            small(start, start_pitch, to, to_pitch, a, pitch, table, some, those_)
+                                            small(start, start_pitch, to, to_pitch, a, pitch, table, some, those_,
+                                                  VECTOR, ahead)  # fmt: skip
                                             q, ready = q + LESS, ready + LESS
                                         else:
-                                            one(start, start_pitch, to, to_pitch, a, pitch, table, some, those_)
+                                            one(start, start_pitch, to, to_pitch, a, pitch, table, some, those_,
+                                                VECTOR, ahead)  # fmt: skip
                                             q, ready = q + 1, ready + 1
                                         if last and not CHANNELS_LAST and ready - done >= 2 * L:
                                             # Squares leave as soon as they are there: stores drain beside the sums.
@@ -591,7 +624,7 @@ def filter_rows_kernel(T: type, ACROSS: int) -> Kernel:
 def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool) -> Kernel:
     """wgrad into ordered sums. Arguments: tasks, x, dy, sums, memory of the threads, plan, pitch, offsets of the
     pixels, lines, rows of a line, offsets of the lines, ranges of lines, lines of a range, a row of zeros,
-    numbering of the threads.
+    numbering of the threads, bytes from a pixel of dy to the next where it is read in place, else 0.
 
     A line is a run of rows whose scalars lie a pitch apart: the channels of x under one tap, or taps. A task owns the
     lines of a range and the blocks of a range of dy's channels in one group, and goes over all tiles in order, so that
@@ -647,7 +680,7 @@ def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
         memory, plan, pitch, offsets = argument(block, 4), argument(block, 5), argument(block, 6), argument(block, 7)
         lines, line_rows, places = argument(block, 8), argument(block, 9), argument(block, 10)
         line_ranges, range_lines, nothing = argument(block, 11), argument(block, 12), argument(block, 13)
-        mine = memory + thread_number(block, argument(block, 14)) * _word(plan, _THREAD)
+        mine, in_place = memory + thread_number(block, argument(block, 14)) * _word(plan, _THREAD), argument(block, 15)
         vectors, own = mine, mine + _word(plan, _SUMS)
         ranges, range_blocks, blocks = _word(plan, _RANGES), _word(plan, _RANGE_BLOCKS), _word(plan, _BLOCKS)
         mode, G = _word(plan, _MODE), _word(plan, _G)
@@ -679,9 +712,16 @@ def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                     pixels = images * rows * columns
                     large, less, ones = _cut(line_rows, ROWS, LESS)
                     for at in range(first_block, end_block):
-                        gather(
-                            plan, dy, vectors, image, images, group, at * ACROSS * L, depth, row, rows, column, columns
-                        )
+                        k = at * ACROSS * L
+                        those, step = vectors, VECTOR
+                        if CHANNELS_LAST and in_place and k + ACROSS * L <= _word(plan, _O):
+                            # The pixels of a tile are one run: whole images, whole rows of one, or a part of a row.
+                            OD, OH, OW = _word(plan, _OD), _word(plan, _OH), _word(plan, _OW)
+                            those = ((image * OD + depth) * OH + row) * OW + column
+                            those = dy + ((those * G + group) * _word(plan, _O) + k) * SIZE
+                            step = in_place
+                        else:
+                            gather(plan, dy, vectors, image, images, group, k, depth, row, rows, column, columns)
                         for line in range(first_line, end_line):
                             a = slot + _word(places, line)
                             to = sums + (((group * blocks + at) * lines + line) * line_rows) * VECTOR
@@ -690,15 +730,15 @@ def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                                 if outer == 0 and within == 0:
                                     start, start_pitch = nothing, 0
                                 if part < large:
-                                    big(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, vectors)
+                                    big(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, those, step, a)
                                     to += ROWS * VECTOR
                                     a += ROWS * pitch
                                 elif part < large + less:
-                                    small(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, vectors)
+                                    small(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, those, step, a)
                                     to += LESS * VECTOR
                                     a += LESS * pitch
                                 else:
-                                    one(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, vectors)
+                                    one(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, those, step, a)
                                     to += VECTOR
                                     a += pitch
             task = next_tile(block)

@@ -10,7 +10,7 @@ from math import prod
 from ..problem import DTYPE_BYTES, Problem
 from .direct_kernels import COLUMN, HEAD, PHASE, Column, Head, Phase
 
-__all__ = ["CHUNK", "Axis", "Cut", "Geometry", "geometry_of"]
+__all__ = ["CHUNK", "Axis", "Cut", "Geometry", "geometry_of", "is_even"]
 
 
 CHUNK = 192
@@ -226,10 +226,19 @@ class Cut:
 
     @cached_property
     def ranges(self) -> tuple[int, int]:
-        """Parts of the result's channels that make tasks of their own where tiles are few, and blocks of each."""
+        """Parts of the result's channels that make tasks of their own, and blocks of each: four tasks for each thread,
+        or as many more as let all threads end together (9 tiles on 2 threads take as long as 10; in halves, as 9)."""
         others = max(self.geometry.g if self.gradient else self.tiles, 1)
-        wanted = min(self.blocks, -(-4 * self.threads // others)) if self.threads > 1 else 1
-        each = -(-self.blocks // wanted)
+        if self.threads == 1:
+            return 1, self.blocks
+        # Tasks of a wgrad go over all images each: the fewer the better.
+        least = min(self.blocks, -(-(1 if self.gradient else 4) * self.threads // others))
+        for parts in range(least, self.blocks + 1):
+            each = -(-self.blocks // parts)
+            found = -(-self.blocks // each)
+            if is_even(others * found, self.threads, 1.03):
+                return found, each
+        each = -(-self.blocks // least)
         return -(-self.blocks // each), each
 
     # -- tables ------------------------------------------------------------------------------------------------------
@@ -351,6 +360,11 @@ def _row_steps(axis: Axis) -> tuple[int, int, int]:
     """Rows of the input from a slot's row to the next, slot rows from an output to the next, and those that the taps
     span. Of a single tap only the rows that it meets are copied."""
     return (axis.stride, 1, 0) if len(axis.taps) <= 1 else (1, axis.stride, axis.span)
+
+
+def is_even(tasks: int, threads: int, within: float) -> bool:
+    """Whether the last turn of the threads is full, or such a small part of all turns."""
+    return -(-tasks // threads) * threads <= within * tasks
 
 
 def _lines(count: int) -> int:
