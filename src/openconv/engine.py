@@ -40,6 +40,7 @@ ENGINES = (
     "openconv.cpu.filter2d:Filter2d",
     "openconv.cpu.depthwise:Depthwise",
     "openconv.cpu.winograd:Winograd",
+    "openconv.cpu.pixels:Pixels",
     "openconv.cpu.gemm_1x1:Gemm1x1",
     "openconv.cpu.direct:Direct",
     "openconv.cpu.fft:Fft",

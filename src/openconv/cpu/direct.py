@@ -17,7 +17,7 @@ from ..prepared import prepared
 from ..problem import Problem
 from ..tensors import DTYPES
 from . import direct_kernels as kernels
-from .direct_plan import CHUNK, Cut, Geometry, geometry_of, is_even
+from .direct_plan import CHUNK, Cut, Geometry, geometry_of, is_even, line_cycles
 from .matrices import Region, float_refusals, sum_error
 from .runtime import launch, numbering
 
@@ -96,23 +96,6 @@ def _shapes(lanes: int, size: int) -> dict[int, tuple[int, ...]]:
     return wide if lanes * size == 64 else {2: (6, 5, 2), 3: (4, 3), 1: (10, 4)}
 
 
-def _cycles(rows: int, across: int) -> float:
-    """Of one step: two multiply-adds or loads a cycle, and a sum has to wait four for the one before."""
-    return max(rows * across / 2, (rows + across) / 2, 4.0)
-
-
-def _line_cycles(count: int, rows: int, across: int) -> float:
-    """Of a line of so many outputs, cut into blocks of ``rows`` and of one less."""
-    less = max(rows - 1, 1)
-    parts = -(-count // rows)
-    if count >= less * parts:
-        large = count - less * parts if rows > less else 0
-        return large * _cycles(rows, across) + (parts - large) * _cycles(less, across)
-    large, rest = divmod(count, rows)
-    few, ones = divmod(rest, less)
-    return large * _cycles(rows, across) + few * _cycles(less, across) + ones * _cycles(1, across)
-
-
 def _even(count: int, most: int) -> int:
     """The largest part when a count is cut evenly into as few parts as possible of at most so many."""
     return -(-count // -(-count // most))
@@ -132,7 +115,7 @@ def _blocks(problem: Problem, device: Device) -> list[tuple[float, int, int]]:
         return [(line * geometry.o, 4, 1)]
     for across, shapes in _shapes(lanes, geometry.size).items():
         blocks = -(-geometry.o // (across * lanes))
-        ways = [(blocks * _line_cycles(line, rows, across), rows) for rows in shapes]
+        ways = [(blocks * line_cycles(line, rows, across), rows) for rows in shapes]
         least = min(ways)[0]
         cycles, rows = next(way for way in ways if way[0] <= 1.03 * least)
         found.append((cycles, rows, across))
@@ -241,7 +224,7 @@ def _cost(problem: Problem, device: Device, knobs: Tile) -> float:
     if problem.direction == "wgrad":
         _, line = _line(geometry)
         lines = geometry.i * taps / line
-        steps = lines * _line_cycles(line, knobs.rows, knobs.across) * prod(geometry.outputs) * geometry.n
+        steps = lines * line_cycles(line, knobs.rows, knobs.across) * prod(geometry.outputs) * geometry.n
         # Tiles of x and dy are laid out anew by every task: some 8 cycles a vector of dy, which is transposed, 3 of x.
         ranges = cut.ranges[0]
         times = _line_ranges(cut)[1]
@@ -257,7 +240,7 @@ def _cost(problem: Problem, device: Device, knobs: Tile) -> float:
     else:
         rows = geometry.n * prod(geometry.outputs[:2])
         phases = prod(len(axes) for axes in geometry.axes)
-        steps = _line_cycles(geometry.columns, knobs.rows, knobs.across) * len(geometry.axes[2]) * rows
+        steps = line_cycles(geometry.columns, knobs.rows, knobs.across) * len(geometry.axes[2]) * rows
         terms = geometry.i * taps / phases
         # Beside the steps themselves: 25 cycles to begin and end a block for each chunk of terms, 5 for each vector of
         # a result that is transposed, 300 for a task, 20 for a line of its slot.

@@ -69,6 +69,7 @@ __all__ = [
     "Head",
     "Phase",
     "convolve_kernel",
+    "cut_line",
     "filter_kernel",
     "filter_rows_kernel",
     "gradient_kernel",
@@ -217,7 +218,7 @@ def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int, AHEAD: bool = Fa
 
 
 @inline
-def _cut(count, ROWS, LESS):
+def cut_line(count, ROWS, LESS):
     """How many blocks of ROWS, of LESS = ROWS - 1, and of one make up a line: no ones where it comes out even."""
     parts = (count + ROWS - 1) // ROWS
     if count >= LESS * parts:
@@ -463,7 +464,7 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                         terms, offsets = _word(those, _C_TERMS), _word(those, _C_OFFSETS)
                         outputs = min(columns, _word(those, _C_COUNT) - column)
                         vectors = filters + _word(those, _C_FILTERS) + (group * blocks + at) * terms * VECTOR
-                        large, less, ones = _cut(outputs, ROWS, LESS)
+                        large, less, ones = cut_line(outputs, ROWS, LESS)
                         first = 0
                         while first == 0 or first < terms:
                             some = min(chunk, terms - first)
@@ -710,7 +711,7 @@ def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                         place += row * _word(phase, _H_SLOT) * _word(phase, _ROW)
                         slot = x + (place + column * _word(plan, _STRIDE) * _word(plan, _PIXEL)) * SIZE
                     pixels = images * rows * columns
-                    large, less, ones = _cut(line_rows, ROWS, LESS)
+                    large, less, ones = cut_line(line_rows, ROWS, LESS)
                     for at in range(first_block, end_block):
                         k = at * ACROSS * L
                         those, step = vectors, VECTOR

@@ -10,7 +10,7 @@ from math import prod
 from ..problem import DTYPE_BYTES, Problem
 from .direct_kernels import COLUMN, HEAD, PHASE, Column, Head, Phase
 
-__all__ = ["CHUNK", "Axis", "Cut", "Geometry", "geometry_of", "is_even"]
+__all__ = ["CHUNK", "Axis", "Cut", "Geometry", "geometry_of", "is_even", "line_cycles"]
 
 
 CHUNK = 192
@@ -360,6 +360,23 @@ def _row_steps(axis: Axis) -> tuple[int, int, int]:
     """Rows of the input from a slot's row to the next, slot rows from an output to the next, and those that the taps
     span. Of a single tap only the rows that it meets are copied."""
     return (axis.stride, 1, 0) if len(axis.taps) <= 1 else (1, axis.stride, axis.span)
+
+
+def _cycles(rows: int, across: int) -> float:
+    """Of one step: two multiply-adds or loads a cycle, and a sum has to wait four for the one before."""
+    return max(rows * across / 2, (rows + across) / 2, 4.0)
+
+
+def line_cycles(count: int, rows: int, across: int) -> float:
+    """Of a line of so many outputs, cut into blocks of ``rows`` and of one less."""
+    less = max(rows - 1, 1)
+    parts = -(-count // rows)
+    if count >= less * parts:
+        large = count - less * parts if rows > less else 0
+        return large * _cycles(rows, across) + (parts - large) * _cycles(less, across)
+    large, rest = divmod(count, rows)
+    few, ones = divmod(rest, less)
+    return large * _cycles(rows, across) + few * _cycles(less, across) + ones * _cycles(1, across)
 
 
 def is_even(tasks: int, threads: int, within: float) -> bool:
