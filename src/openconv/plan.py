@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .cpu.device import cpu_device
-from .cpu.memory import LARGE, large_tensor
+from .cpu.memory import FRESH, LARGE, borrow, give_back, large_tensor
 from .cuda.device import CudaDevice, cuda_device, device_for
 from .cuda.launch import Single
 from .device import Device
@@ -52,7 +52,6 @@ __all__ = [
     "steps_of",
 ]
 
-_FRESH = 32 << 20  # bytes of a workspace from which glibc would map new memory for each call
 _PARTS = {"complex32": "f32", "complex64": "f32", "complex128": "f64"}
 _COMPUTE = {
     "f16": "f32", "bf16": "f32", "e4m3": "f32", "e5m2": "f32",
@@ -310,13 +309,19 @@ def _real_call(core: Problem, candidate: Candidate, runner: Runner, device: Devi
     strides = empty(shape, dtype, core.layouts[core.result], torch.device("meta")).stride()
     workspace_bytes, size = candidate.workspace, dtype.itemsize * prod(shape)
     large = device.kind == "cpu" and size >= LARGE
-    roomy = device.kind == "cpu" and workspace_bytes >= _FRESH
+    roomy = device.kind == "cpu" and workspace_bytes >= FRESH
+    lent = device.kind == "cpu" and 0 < workspace_bytes < FRESH
 
     def run(a: Tensor, b: Tensor, bias: Any) -> Tensor:
         if large:
             out = large_tensor(shape, strides, dtype)
         else:
             out = torch.empty_strided(shape, strides, dtype=dtype, device=a.device)
+        if lent:
+            block = borrow(workspace_bytes)
+            runner(a, b, out, block[:workspace_bytes], bias)
+            give_back(block)
+            return out
         if roomy:
             workspace: Tensor | None = large_tensor((workspace_bytes,), (1,), torch.uint8)
         else:

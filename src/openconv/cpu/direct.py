@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
-from ..prepared import prepared
+from ..prepared import kept, prepared
 from ..problem import Problem
 from ..tensors import DTYPES
 from . import direct_kernels as kernels
@@ -280,22 +281,29 @@ def _build(problem: Problem, cut: Cut) -> Runner:
     forward, few = problem.direction == "fprop", problem.macs < 20_000
     team = 1 if few else threads
 
+    _, biases_at, memory_at, slots_at = Region.places(regions)
+
     def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None) -> None:
-        ordered, biases, memory, slots = Region.split(workspace, regions, dtype)
-        if forward:
-            filters = prepared(b, key, lambda out: order(b, out, team), ordered)
-        else:
-            order(b, ordered, team)
-            filters = ordered
-        start = nothing
+        base = workspace.data_ptr()
+        filters = kept(b, key) if forward else None
+        if filters is None:
+            spare = Region.split(workspace, regions, dtype)[0]
+            if forward:
+                filters = prepared(b, key, lambda out: order(b, out, team), spare)
+            else:
+                order(b, spare, team)
+                filters = spare
+        start = nothing.data_ptr()
         if bias is not None:
-            start = biases
-            biases.zero_()
-            biases.view(geometry.g, padded)[:, : geometry.o].copy_(bias.view(geometry.g, geometry.o))
+            start = bias.data_ptr()
+            if geometry.o < padded:  # a block of channels more than there are needs room to read in
+                start, each = base + biases_at, geometry.o * size
+                for g in range(geometry.g):
+                    ctypes.memmove(start + g * padded * size, bias.data_ptr() + g * each, each)
         if fill:
-            launch(fill, (cut.tiles, a.data_ptr(), slots.data_ptr(), plan.data_ptr()), team)
-        args = (tasks, a.data_ptr(), filters.data_ptr(), result.data_ptr(), start.data_ptr(), slots.data_ptr(),
-                memory.data_ptr(), plan.data_ptr(), pitch, numbering(team))  # fmt: skip
+            launch(fill, (cut.tiles, a.data_ptr(), base + slots_at, plan.data_ptr()), team)
+        args = (tasks, a.data_ptr(), filters.data_ptr(), result.data_ptr(), start, base + slots_at, base + memory_at,
+                plan.data_ptr(), pitch, numbering(team))  # fmt: skip
         launch(convolve, args, team)
         _ = tables  # they live as long as the call
 
@@ -420,14 +428,15 @@ def _build_gradient(problem: Problem, cut: Cut) -> Runner:
     # Rows that lie a multiple of 1024 bytes apart meet in few sets of the first-level cache: they are copied.
     row_bytes = geometry.g * O * size
     in_place = row_bytes if last and row_bytes % 1024 else 0
+    sums_at, _, memory_at, _ = Region.places(regions)
 
     def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None) -> None:
-        sums, _, memory, _ = Region.split(workspace, regions, dtype)
-        args = (geometry.g * ranges * line_ranges, a.data_ptr(), b.data_ptr(), sums.data_ptr(), memory.data_ptr(),
+        sums, memory = workspace.data_ptr() + sums_at, workspace.data_ptr() + memory_at
+        args = (geometry.g * ranges * line_ranges, a.data_ptr(), b.data_ptr(), sums, memory,
                 plan.data_ptr(), pitch, pixels.data_ptr(), len(lines), count, places.data_ptr(), line_ranges,
                 range_lines, nothing.data_ptr(), numbering(team), in_place)  # fmt: skip
         launch(gradient, args, team)
-        numbers = (geometry.g * cut.blocks, sums.data_ptr(), result.data_ptr(), cut.blocks, O, I * taps)
+        numbers = (geometry.g * cut.blocks, sums, result.data_ptr(), cut.blocks, O, I * taps)
         launch(store, (*numbers, stored.data_ptr()), team)
         _ = tables
 

@@ -32,6 +32,11 @@ class Region:
         return -(-self.elements * self.size // 64) * 64
 
     @staticmethod
+    def places(regions: Sequence[Region]) -> list[int]:
+        """Where each begins, in bytes from the first: a workspace that only kernels look at needs no tensors."""
+        return [sum(region.bytes for region in regions[:at]) for at in range(len(regions))]
+
+    @staticmethod
     def split(workspace: Tensor | None, regions: Sequence[Region], dtype: torch.dtype) -> list[Tensor]:
         """The workspace as one flat tensor per region."""
         if workspace is None:

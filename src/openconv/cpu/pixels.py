@@ -68,7 +68,7 @@ class Pixels(Engine):
         return Traits(problem.result_dtype, sum_error(problem))
 
     def workspace_bytes(self, problem: Problem, device: Device, knobs: Panels) -> int:
-        return sum(region.bytes for region in _regions(problem, _cut(problem, device, knobs)))
+        return device.threads * _thread_bytes(problem, _cut(problem, device, knobs))
 
     def knobs(self, problem: Problem, device: Device) -> Iterable[Panels]:
         return _knobs(problem, device)
@@ -152,15 +152,13 @@ def _cut(problem: Problem, device: Device, knobs: Panels) -> _Cut:
     return _Cut(knobs.rows, lanes, inner, outer, pixels, vectors, ranges, range_rows, device.threads)
 
 
-def _regions(problem: Problem, cut: _Cut) -> tuple[Region, Region]:
-    """The parts of the workspace: memory of the threads, and the bias of each channel as a row of vectors."""
+def _thread_bytes(problem: Problem, cut: _Cut) -> int:
+    """Panels, sums and starts of a block, scalars of a backward pass: in a workspace for each thread."""
     vector = _ACROSS * cut.lanes
-    own = cut.vectors // _ACROSS * CHUNK * vector + cut.rows * vector
+    own = cut.vectors // _ACROSS * CHUNK * vector + 2 * cut.rows * vector
     if problem.direction == "dgrad":
         own += TOGETHER * (CHUNK * cut.rows + -(-cut.rows // cut.lanes) * cut.lanes)
-    bias = 0 if problem.epilogue.is_identity else cut.outer * problem.groups * vector
-    size = DTYPE_BYTES[problem.result_dtype]
-    return Region(cut.threads * -(-own // 16) * 16, size), Region(bias, size)
+    return Region(own, DTYPE_BYTES[problem.result_dtype]).bytes
 
 
 def _build(problem: Problem, cut: _Cut) -> Runner:
@@ -168,10 +166,8 @@ def _build(problem: Problem, cut: _Cut) -> Runner:
     T: type = np.float32 if size == 4 else np.float64
     forward, strided = problem.direction == "fprop", prod(problem.stride) != 1
     convolve = pixels_kernel(T, cut.rows, _ACROSS, forward, strided)
-    regions = _regions(problem, cut)
     plane = prod(problem.spatial) if forward else prod(problem.out)
-    row = _ACROSS * cut.lanes
-    zeros = torch.zeros(row, dtype=dtype)
+    none = torch.zeros(1, dtype=dtype)
     offsets = torch.tensor(_offsets(problem) if strided else [0], dtype=torch.int64)
     width = problem.c // problem.groups  # of a row of w
     pitch, step = (width * size, size) if forward else (size, width * size)
@@ -179,16 +175,13 @@ def _build(problem: Problem, cut: _Cut) -> Runner:
     team = 1 if problem.macs < 20_000 else cut.threads
     numbers = (
         problem.groups, cut.inner, cut.outer, prod(problem.out), plane, cut.pixels, cut.vectors, cut.ranges,
-        cut.range_rows, pitch, step, offsets.data_ptr(), regions[0].elements // cut.threads * size,
+        cut.range_rows, pitch, step, offsets.data_ptr(), _thread_bytes(problem, cut),
     )  # fmt: skip
 
     def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None) -> None:
-        memory, biases = Region.split(workspace, regions, dtype)
-        start, start_pitch = zeros, 0
-        if bias is not None:
-            biases.view(-1, row).copy_(bias.view(-1, 1))
-            start, start_pitch = biases, row * size
-        places = tasks, a.data_ptr(), b.data_ptr(), result.data_ptr(), start.data_ptr(), start_pitch, memory.data_ptr()
+        start, start_pitch = (none, 0) if bias is None else (bias, size)
+        places = (tasks, a.data_ptr(), b.data_ptr(), result.data_ptr(), start.data_ptr(), start_pitch,
+                  workspace.data_ptr())  # fmt: skip
         launch(convolve, (*places, *numbers, numbering(team)), team)
         _ = offsets  # they live as long as the call
 

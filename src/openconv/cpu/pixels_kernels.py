@@ -12,6 +12,7 @@ from .runtime import Kernel, kernel
 from .simd import (
     add_blocks,
     argument,
+    broadcast,
     fill,
     fma_rows,
     inline,
@@ -66,7 +67,7 @@ def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int) -> Any:
 def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, STRIDED: bool) -> Kernel:
     """y[channel, pixel] = start[channel] + sum over terms of w * x[term, pixel].
 
-    Arguments: tasks, x, w, y, start, bytes from the start of a channel to the next, memory of the threads; groups,
+    Arguments: tasks, x, w, y, start, bytes from the start of a channel to the next (0: all have one), memory; groups,
     terms, channels of the result, pixels of an image, pixels of a plane of x, pixels of all images, vectors of a tile,
     ranges, channels of a range, bytes from the scalar of a channel to the next and from a term to the next, table of
     pixels, bytes of a thread; numbering of the threads.
@@ -159,7 +160,8 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, STRIDED: bool)
         pitch, step, table = argument(block, 16), argument(block, 17), argument(block, 18)
         panels = memory + thread_number(block, argument(block, 20)) * argument(block, 19)
         spare = panels + tile_vectors // ACROSS * PANEL
-        scalars = spare + ROWS * VECTOR
+        starts = spare + ROWS * VECTOR
+        scalars = starts + ROWS * VECTOR
         x_image, y_image, y_pitch = G * I * plane, G * O * P * SIZE, P * SIZE
         task = next_tile(block)
         while task < tasks:
@@ -189,6 +191,11 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, STRIDED: bool)
                         a, a_step = scalars + part % TOGETHER * SCALARS, ROWS * SIZE
                     rows = ROWS if part < large else (LESS if part < large + less else 1)
                     begin = y + (group * O + first_row + row) * y_pitch
+                    if first == 0:
+                        for r in range(rows):
+                            value = broadcast(load_scalar(T, bias + (group * O + first_row + row + r) * bias_pitch))
+                            for v in range(ACROSS):
+                                store(starts + r * VECTOR + v * L * SIZE, value)
                     image, p = first_pixel // P, first_pixel % P
                     for i in range(0, count, ACROSS):
                         b, pixel = panels + i // ACROSS * PANEL, first_pixel + i * L
@@ -202,7 +209,7 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, STRIDED: bool)
                                     exchange(here, begin, y_image, y_pitch, rows, at, P, all_pixels, False)
                         start, start_pitch = sums, sums_pitch
                         if first == 0:
-                            start, start_pitch = bias + (group * O + first_row + row) * bias_pitch, bias_pitch
+                            start, start_pitch = starts, VECTOR
                         if part < large:
                             big(start, start_pitch, sums, sums_pitch, a, pitch, a_step, terms, b)
                         elif part < large + less:
