@@ -17,7 +17,7 @@ from openconv.cpu.memory import LARGE, kept_bytes, large_tensor
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux alone has the mappings")
 
-SIDE = 1800  # of an f32 image just above LARGE
+SIDE = 1800  # of an f32 image above LARGE
 COUNT = LARGE // 4
 
 
@@ -102,7 +102,7 @@ def test_of_several_blocks_the_smallest_that_fits_is_taken():
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    vectors = [vector() for _ in range(24)]
+    vectors = [vector() for _ in range(60)]
     last = vectors[-1].data_ptr()
     while vectors:
         vectors.pop(0)

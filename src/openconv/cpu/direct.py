@@ -141,13 +141,17 @@ def _line(geometry: Geometry) -> tuple[str, int]:
 def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
     geometry = geometry_of(problem)
     ways = ["place", "own"] if geometry.inside else ["own"]
-    if problem.direction == "wgrad" and geometry.channels_last and geometry.g * geometry.i * geometry.size % 4096 == 0:
+    apart = geometry.g * geometry.i * geometry.size if problem.direction == "wgrad" and geometry.channels_last else 1
+    if apart % 4096 == 0:
         # Pixels that lie so far apart meet in one set of the first-level cache (3072 channels: 9700 us for 7500).
         ways.reverse()
     found = []
     for at, (_, rows, across) in enumerate(_blocks(problem, device)):
         for read in ways:
             usual = 384
+            if problem.direction == "wgrad":
+                # A line of x and one of dy for each: 24 KB. Of sets that pixels meet in, a quarter or less may be left.
+                usual = 192 if apart % 1024 else 96
             if read == "own":
                 # Tiles share the rows of their halo. Where these are many, as in a first layer, and slots are small,
                 # larger tiles copy less (7x7 with stride 2 over 3 channels: 937 us with 784 pixels, 1133 with 112).
@@ -249,6 +253,8 @@ def _cost(problem: Problem, device: Device, knobs: Tile) -> float:
         around = 25.0 * blocks
         if not geometry.channels_last:
             around += 5.0 * knobs.across * rows * geometry.outputs[2]
+        if cut.mode == 2 and not geometry.channels_last:
+            steps *= 1.08  # the scalars of a term lie in a line of their own
         arithmetic = cycle * (steps * terms + around) * cut.blocks * geometry.g
         lines = 0.0 if cut.mode == 2 else cut.slot_bytes / size / max(cut.width * cut.pixel, 1)
         arithmetic += cycle * cut.tiles * cut.ranges[0] * (300 + 20 * lines)
@@ -314,8 +320,13 @@ def _ahead(cut: Cut) -> bool:
     """Whether pixels are asked for before they are read: those of images that do not stay in a cache, and that are not
     read so often that the first time does not matter."""
     geometry = cut.geometry
-    large = geometry.n * geometry.i * prod(geometry.inputs) * geometry.size > 4 << 20
-    return cut.mode == 2 and geometry.channels_last and prod(geometry.filter) == 1 and large and cut.blocks <= 8
+    pointwise = geometry.channels_last and prod(geometry.filter) == 1
+    return cut.mode == 2 and pointwise and _is_large(geometry) and cut.blocks <= 8
+
+
+def _is_large(geometry: Geometry) -> bool:
+    """Whether the input does not stay in a cache near a core."""
+    return geometry.n * geometry.g * geometry.i * prod(geometry.inputs) * geometry.size > 4 << 20
 
 
 def _plan(cut: Cut) -> tuple[Tensor, Tensor]:
@@ -419,15 +430,16 @@ def _build_gradient(problem: Problem, cut: Cut) -> Runner:
         (c, tap) for c in range(I) for tap in range(taps)]  # fmt: skip
     stored = torch.tensor([row_of[each] * cut.vector_bytes for each in order] + [0] * lanes, dtype=torch.int64)
     pixels = torch.tensor(cut.pixel_offsets(), dtype=torch.int64)
-    gradient = kernels.gradient_kernel(T, cut.block_rows, cut.across, constant, last)
+    # Rows that lie a multiple of 1024 bytes apart meet in few sets of the first-level cache: they are copied.
+    row_bytes = geometry.g * O * size
+    in_place = row_bytes if last and row_bytes % 1024 else 0
+    ahead = in_place > 0 and cut.mode == 2 and _is_large(geometry)
+    gradient = kernels.gradient_kernel(T, cut.block_rows, cut.across, constant, last, ahead)
     store = kernels.gradient_store_kernel(T, cut.across)
     regions = _regions(problem, cut)
     nothing = torch.zeros(cut.across * lanes, dtype=dtype)
     ranges, team = cut.ranges[0], 1 if problem.macs < 20_000 else cut.threads
 
-    # Rows that lie a multiple of 1024 bytes apart meet in few sets of the first-level cache: they are copied.
-    row_bytes = geometry.g * O * size
-    in_place = row_bytes if last and row_bytes % 1024 else 0
     sums_at, _, memory_at, _ = Region.places(regions)
 
     def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None) -> None:

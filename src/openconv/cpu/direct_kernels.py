@@ -189,17 +189,16 @@ def store_table(typingctx, block, base, table, scale, count):
 @functools.cache
 def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int, AHEAD: bool = False) -> Any:
     """sums[ROWS x ACROSS vectors] = start + (sum over terms of scalars * vectors). PITCH is the distance of the scalars
-    where it is known beforehand, else 0. AHEAD: with each term so much is asked for, beginning at `ahead`, that it is
-    all that the terms of a block have read."""
-    SIZE = np.dtype(T).itemsize
-    COUNT, BESIDE = ROWS * ACROSS, ROWS * SIZE
+    where it is known beforehand, else 0. AHEAD: with each term a line is asked for, `ahead` and `ahead_pitch` say
+    which."""
+    COUNT = ROWS * ACROSS
 
     @inline
-    def block_of_sums(start, start_pitch, sums, sums_pitch, a, pitch, offsets, terms, b, b_pitch, ahead):
+    def block_of_sums(start, start_pitch, sums, sums_pitch, a, pitch, offsets, terms, b, b_pitch, ahead, ahead_pitch):
         acc = fill(COUNT, zero(T))
         for term in range(terms):
             if AHEAD:
-                prefetch(1, ahead + term * BESIDE)
+                prefetch(1, ahead + term * ahead_pitch)
             acc = step(acc, a + load_scalar(np.int64, offsets + 8 * term), pitch, b + term * b_pitch)
         store_rows(add_blocks(acc, load_rows(T, ROWS, ACROSS, start, start_pitch)), ROWS, sums, sums_pitch)
 
@@ -492,15 +491,15 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                                         table, those_ = offsets + 8 * first, vectors + first * VECTOR
                                         if part < large:
                                             big(start, start_pitch, to, to_pitch, a, pitch, table, some, those_,
-                                                VECTOR, ahead)  # fmt: skip
+                                                VECTOR, ahead, ROWS * SIZE)  # fmt: skip
                                             q, ready = q + ROWS, ready + ROWS
                                         elif part < large + less:
                                             small(start, start_pitch, to, to_pitch, a, pitch, table, some, those_,
-                                                  VECTOR, ahead)  # fmt: skip
+                                                  VECTOR, ahead, ROWS * SIZE)  # fmt: skip
                                             q, ready = q + LESS, ready + LESS
                                         else:
                                             one(start, start_pitch, to, to_pitch, a, pitch, table, some, those_,
-                                                VECTOR, ahead)  # fmt: skip
+                                                VECTOR, ahead, ROWS * SIZE)  # fmt: skip
                                             q, ready = q + 1, ready + 1
                                         if last and not CHANNELS_LAST and ready - done >= 2 * L:
                                             # Squares leave as soon as they are there: stores drain beside the sums.
@@ -622,7 +621,7 @@ def filter_rows_kernel(T: type, ACROSS: int) -> Kernel:
 
 
 @functools.cache
-def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool) -> Kernel:
+def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool, AHEAD: bool) -> Kernel:
     """wgrad into ordered sums. Arguments: tasks, x, dy, sums, memory of the threads, plan, pitch, offsets of the
     pixels, lines, rows of a line, offsets of the lines, ranges of lines, lines of a range, a row of zeros,
     numbering of the threads, bytes from a pixel of dy to the next where it is read in place, else 0.
@@ -630,12 +629,15 @@ def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
     A line is a run of rows whose scalars lie a pitch apart: the channels of x under one tap, or taps. A task owns the
     lines of a range and the blocks of a range of dy's channels in one group, and goes over all tiles in order, so that
     every sum has one order.
+
+    AHEAD, for tensors in nhwc that are both read in place: the lines of the next tile are asked for while this one is
+    summed up. A block takes one line of each pixel, which the CPU does not foresee (8 images of 112x112, 16 by 96
+    channels: 2536 us without it, 1582 with; AMD EPYC, two cores held to AVX2).
     """
     L, SIZE = lanes(T), np.dtype(T).itemsize
     VECTOR = ACROSS * L * SIZE
     LESS = max(ROWS - 1, 1)
-    big, small = _block_of_sums(T, ROWS, ACROSS, PITCH), _block_of_sums(T, LESS, ACROSS, PITCH)
-    one = _block_of_sums(T, 1, ACROSS, PITCH)
+    big, small, one = (_block_of_sums(T, rows, ACROSS, PITCH, AHEAD) for rows in (ROWS, LESS, 1))
     fill_slot = _filler(T, CHANNELS_LAST)
 
     @inline
@@ -727,19 +729,29 @@ def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                             a = slot + _word(places, line)
                             to = sums + (((group * blocks + at) * lines + line) * line_rows) * VECTOR
                             for part in range(large + less + ones):
+                                ahead, ahead_pitch = a, 0
+                                if AHEAD:
+                                    if part == 0:
+                                        ahead, ahead_pitch = those + pixels * step, step
+                                    elif at == first_block:
+                                        ahead_pitch = G * _word(plan, _I) * SIZE
+                                        ahead = a + pixels * ahead_pitch
                                 start, start_pitch = to, VECTOR
                                 if outer == 0 and within == 0:
                                     start, start_pitch = nothing, 0
                                 if part < large:
-                                    big(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, those, step, a)
+                                    big(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, those, step,
+                                        ahead, ahead_pitch)  # fmt: skip
                                     to += ROWS * VECTOR
                                     a += ROWS * pitch
                                 elif part < large + less:
-                                    small(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, those, step, a)
+                                    small(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, those, step,
+                                          ahead, ahead_pitch)  # fmt: skip
                                     to += LESS * VECTOR
                                     a += LESS * pitch
                                 else:
-                                    one(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, those, step, a)
+                                    one(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, those, step,
+                                        ahead, ahead_pitch)  # fmt: skip
                                     to += VECTOR
                                     a += pitch
             task = next_tile(block)

@@ -4,11 +4,12 @@ The system finds and clears the pages of new memory on first touch, and glibc ma
 32 MiB. A 4000x4000 image in f32 has 15625 pages of 4 KiB, or 31 of 2 MiB; even with the large ones a 3x3 filter spends
 half of its time so (12.9 ms, against 5.7 on memory that was there before; two AVX2 cores). Smaller requests come from
 glibc's heap, which keeps freed memory unless it lies at the end: depthwise 3x3 on 8x144x56x56 then takes 2.8 or 6.6 ms,
-as other tensors happen to lie. Therefore results from 12 MiB on have mappings of our own, advised to use huge pages,
-and up to `OPENCONV_KEEP_MB` (256) megabytes of freed ones wait for the next result of that size or down to half of it,
-as freed blocks of a GPU's memory do in PyTorch. Below that the heap is as good, and its memory is warm in the cache.
+as other tensors happen to lie. Therefore results from 4 MiB on have mappings of our own, advised to use huge pages, and
+up to `OPENCONV_KEEP_MB` (256) megabytes of freed ones wait for the next result of that size or down to half of it, as
+freed blocks of a GPU's memory do in PyTorch. Below that the heap is as good, and its memory is warm in the cache.
 
-What waits is lent, not held: it is marked as free, so that the system may take the pages whenever it is short of them.
+Of what waits, 64 MB are held. The rest is lent: it is marked as free, so that the system may take the pages whenever it
+is short of them, which costs 80 us for 16 MiB when they are used again (AMD EPYC, two cores; filling them takes 81).
 `openconv.empty_cache()` gives everything back at once, and `OPENCONV_KEEP_MB=0` keeps nothing.
 
 Workspaces of less than 32 MiB are lent for the time of a call and held in between, one for each thread that calls: new
@@ -37,7 +38,8 @@ from ..prepared import forget
 
 __all__ = ["FRESH", "LARGE", "borrow", "empty_cache", "give_back", "kept_bytes", "large_tensor", "most_kept_bytes"]
 
-LARGE = 12 << 20  # bytes
+LARGE = 4 << 20  # bytes
+_HELD = 64 << 20  # bytes of waiting blocks that are not marked as free
 FRESH = 32 << 20  # bytes of a workspace from which it is memory like that of a result
 _PAGE = 2 << 20
 
@@ -91,8 +93,9 @@ def _put(block: _Block, most: int) -> None:
     hence no lock, only list methods that are whole by themselves."""
     if len(block.mapping) > most:
         return
-    with suppress(OSError):  # a system that cannot take single pages back
-        block.mapping.madvise(mmap.MADV_FREE)
+    if kept_bytes() + len(block.mapping) > _HELD:
+        with suppress(OSError):  # a system that cannot take single pages back
+            block.mapping.madvise(mmap.MADV_FREE)
     _kept.append(block)
     while kept_bytes() > most:
         del _kept[:1]

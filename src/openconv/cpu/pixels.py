@@ -1,8 +1,8 @@
-"""cpu.pixels: filters of one tap on images with channels first, as they lie: pixels are vectors, filters scalars."""
+"""cpu.pixels: images with channels first, as they lie: neighbouring pixels are vectors, filters scalars."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -36,16 +36,17 @@ class Panels(Knobs):
 class Pixels(Engine):
     """A 1x1 convolution of images in nchw is a product of two matrices that lie as they should, row behind row.
 
-        fprop   y[k, pixel]  = sum over c of  w[k, c] * x[c, pixel]
-        dgrad   dx[c, pixel] = sum over k of  w[k, c] * dy[k, pixel]
+        fprop   y[k, pixel]  = sum over c, taps of  w[k, c, tap] * x[c, pixel + tap]
+        dgrad   dx[c, pixel] = sum over k of        w[k, c] * dy[k, pixel]
 
     A block of 6 channels by 16 pixels (AVX2; 14 by 32 with AVX-512) stays in registers while the terms pass by. The
     pixels of a tile are copied into panels, the terms of 16 pixels behind each other, which every channel then reads;
-    filters are read where they are, and results stored where they belong: nothing is transposed. A stride is taken care
-    of by the copy.
+    filters are read where they are, and results stored where they belong: nothing is transposed. Taps and
+    padding, or the stride of a single tap, are taken care of by the copy.
 
-    Wins on images in nchw, most of all with few channels, where cpu.direct spends its time on turning sums into rows.
-    Loses where images have fewer pixels than a vector.
+    Wins on 1x1 layers of images in nchw, most of all with few channels, where cpu.direct spends its time on turning
+    sums into rows, and on first layers without a stride. Loses where images have fewer pixels than a vector, and where
+    a copy of every tap serves few filters.
     """
 
     name = "cpu.pixels"
@@ -55,14 +56,19 @@ class Pixels(Engine):
         yield from float_refusals(problem)
         if problem.direction == "wgrad":
             yield "the pass is wgrad; its sums go over the pixels, which are vectors here"
-        if prod(problem.filter) != 1:
-            yield f"filter is {problem.filter}; pixels that are vectors need a single tap"
         if problem.layouts[0] != "nchw":
             yield f"layout is {problem.layouts[0]}; vectors of pixels need nchw"
-        if any(low or high for low, high in problem.padding):
-            yield f"padding is {problem.padding}; a copy of pixels as they lie needs none"
-        if problem.direction == "dgrad" and prod(problem.stride) != 1:
-            yield f"stride is {problem.stride}; a dgrad that stores neighbouring pixels needs 1"
+        if problem.direction == "dgrad" and not _is_run(problem):
+            yield (
+                f"filter is {problem.filter}, stride {problem.stride}, padding {problem.padding}; a dgrad that stores "
+                "neighbouring pixels needs one tap, a stride of 1 and no padding"
+            )
+        if prod(problem.filter) > 1 and problem.layouts[1] != "nchw":
+            yield f"filters lie in {problem.layouts[1]}; several taps that are read in place need nchw"
+        if _copy(problem) == "windows" and problem.rank > 2:
+            yield f"rank is {problem.rank}; windows are copied along two axes"
+        if _copy(problem) == "windows" and problem.stride[-1] != 1:
+            yield f"stride is {problem.stride}; taps of neighbouring outputs are neighbours if it is 1 along a row"
 
     def traits(self, problem: Problem, knobs: Panels) -> Traits:
         return Traits(problem.result_dtype, sum_error(problem))
@@ -79,10 +85,10 @@ class Pixels(Engine):
         panels = -(-cut.pixels // (_ACROSS * cut.lanes)) * problem.groups
         lines = cut.ranges * line_cycles(cut.range_rows, knobs.rows, _ACROSS)
         # Beside the steps themselves: 30 cycles to begin and end a block for each chunk of terms, 3 to copy a vector
-        # into its panel, in every range of channels anew, 6 where its pixels lie apart, and 6 to copy the scalars of a
-        # term for a block, in every tile.
+        # into its panel, in every range of channels anew, more where its pixels lie apart, and 6 to copy the scalars of
+        # a term for a block, in every tile.
         blocks = cut.ranges * -(-cut.range_rows // knobs.rows) * -(-cut.inner // CHUNK)
-        copies = cut.ranges * cut.inner * _ACROSS * (3 if prod(problem.stride) == 1 else 6)
+        copies = cut.ranges * cut.inner * _ACROSS * _copy_cycles(problem, cut.lanes)
         arithmetic = cycle * panels * (lines * cut.inner + 30 * blocks + copies)
         if problem.direction == "dgrad":
             parts = cut.ranges * -(-cut.range_rows // knobs.rows)
@@ -126,9 +132,31 @@ def _knobs(problem: Problem, device: Device) -> tuple[Panels, ...]:
 
 
 def _channels(problem: Problem) -> tuple[int, int]:
-    """Of a group: those that are summed up, and those of the result."""
+    """Of a group: terms of a sum, and channels of the result."""
     c, k = problem.c // problem.groups, problem.k // problem.groups
-    return (c, k) if problem.direction == "fprop" else (k, c)
+    return (c * prod(problem.filter), k) if problem.direction == "fprop" else (k, c)
+
+
+def _is_run(problem: Problem) -> bool:
+    """Whether neighbouring outputs are made of neighbouring pixels, one of each channel."""
+    return prod(problem.filter) == prod(problem.stride) == 1 and not any(map(any, problem.padding))
+
+
+def _copy(problem: Problem) -> str:
+    """How pixels get into panels: the word of the kernel."""
+    if _is_run(problem):
+        return "run"
+    return "windows" if prod(problem.filter) > 1 or any(map(any, problem.padding)) else "table"
+
+
+def _copy_cycles(problem: Problem, lanes: int) -> float:
+    """Of a vector."""
+    if _is_run(problem):
+        return 3.0
+    if _copy(problem) == "table":
+        return 6.0
+    whole = problem.out[-1] // lanes / -(-problem.out[-1] // lanes)  # vectors within a row; others pixel by pixel
+    return 4.0 * whole + 10.0 * lanes * (1 - whole)
 
 
 @lru_cache(1024)
@@ -164,18 +192,19 @@ def _thread_bytes(problem: Problem, cut: _Cut) -> int:
 def _build(problem: Problem, cut: _Cut) -> Runner:
     size, dtype = DTYPE_BYTES[problem.result_dtype], DTYPES[problem.result_dtype]
     T: type = np.float32 if size == 4 else np.float64
-    forward, strided = problem.direction == "fprop", prod(problem.stride) != 1
-    convolve = pixels_kernel(T, cut.rows, _ACROSS, forward, strided)
+    forward, copy = problem.direction == "fprop", _copy(problem)
+    convolve = pixels_kernel(T, cut.rows, _ACROSS, forward, copy)
     plane = prod(problem.spatial) if forward else prod(problem.out)
     none = torch.zeros(1, dtype=dtype)
-    offsets = torch.tensor(_offsets(problem) if strided else [0], dtype=torch.int64)
-    width = problem.c // problem.groups  # of a row of w
+    words = {"run": _nothing, "table": _offsets, "windows": _windows}[copy](problem)
+    table = torch.tensor(words, dtype=torch.int64)
+    width = prod(problem.w_shape[1:])  # of a row of w
     pitch, step = (width * size, size) if forward else (size, width * size)
     tasks = cut.tiles * problem.groups * cut.ranges
     team = 1 if problem.macs < 20_000 else cut.threads
     numbers = (
         problem.groups, cut.inner, cut.outer, prod(problem.out), plane, cut.pixels, cut.vectors, cut.ranges,
-        cut.range_rows, pitch, step, offsets.data_ptr(), _thread_bytes(problem, cut),
+        cut.range_rows, pitch, step, table.data_ptr(), _thread_bytes(problem, cut),
     )  # fmt: skip
 
     def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None) -> None:
@@ -183,9 +212,24 @@ def _build(problem: Problem, cut: _Cut) -> Runner:
         places = (tasks, a.data_ptr(), b.data_ptr(), result.data_ptr(), start.data_ptr(), start_pitch,
                   workspace.data_ptr())  # fmt: skip
         launch(convolve, (*places, *numbers, numbering(team)), team)
-        _ = offsets  # they live as long as the call
+        _ = table  # it lives as long as the call
 
     return run
+
+
+def _nothing(problem: Problem) -> list[int]:
+    return [0]
+
+
+def _windows(problem: Problem) -> list[int]:
+    """What the kernel has to know to find the pixels of a window."""
+
+    def two(values: Sequence[int], missing: int) -> list[int]:
+        return [missing] * (2 - len(values)) + list(values)
+
+    lows = [low for low, _ in problem.padding]
+    sizes = [problem.out[-1], *two(problem.spatial, 1), *two(problem.filter, 1), two(problem.stride, 1)[0]]
+    return [*sizes, *two(problem.dilation, 1), *two(lows, 0)]
 
 
 def _offsets(problem: Problem) -> list[int]:

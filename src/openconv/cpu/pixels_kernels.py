@@ -37,6 +37,11 @@ TOGETHER = 8
 """Blocks whose scalars are copied at a time in a backward pass."""
 
 
+@inline
+def word(table, index):
+    return load_scalar(np.int64, table + 8 * index)
+
+
 @functools.cache
 def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int) -> Any:
     """sums = start + (sum over terms of scalars * vectors). PITCH is the distance of the scalars where it is known."""
@@ -64,13 +69,17 @@ def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int) -> Any:
 
 
 @functools.cache
-def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, STRIDED: bool) -> Kernel:
+def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str) -> Kernel:
     """y[channel, pixel] = start[channel] + sum over terms of w * x[term, pixel].
 
     Arguments: tasks, x, w, y, start, bytes from the start of a channel to the next (0: all have one), memory; groups,
     terms, channels of the result, pixels of an image, pixels of a plane of x, pixels of all images, vectors of a tile,
-    ranges, channels of a range, bytes from the scalar of a channel to the next and from a term to the next, table of
-    pixels, bytes of a thread; numbering of the threads.
+    ranges, channels of a range, bytes from the scalar of a channel to the next and from a term to the next, table,
+    bytes of a thread; numbering of the threads.
+
+    COPY says how pixels get into their panels: "run", neighbours are neighbours in x; "table", the table has the place
+    of each in its plane; "windows", terms are channels and taps, and the table has the width of the outputs, height and
+    width of x, height and width of the filter, the stride of rows, dilation and padding of both.
 
     Pixels are counted through all images, so that only the last vector of all may be in part empty. A task is a tile of
     vectors in one group, and a range of channels. Terms go by in chunks, for which the tile's pixels are copied into
@@ -86,13 +95,14 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, STRIDED: bool)
     BESIDE = -(-ROWS // L)  # vectors that hold the scalars of a term
     SCALARS = (CHUNK * ROWS + BESIDE * L) * SIZE  # of a block
     PITCH = 0 if FORWARD else SIZE
+    RUN, TABLE, WINDOWS = COPY == "run", COPY == "table", COPY == "windows"
     big, small, one = (_block_of_sums(T, rows, ACROSS, PITCH) for rows in (ROWS, LESS, 1))
 
     @inline
     def copy_pixels(x, image_bytes, plane, target, terms, pixel, P, all_pixels, table):
         """A vector of pixels for so many terms; zeros behind the last pixel."""
         image, p = pixel // P, pixel % P
-        if not STRIDED and p + L <= P and pixel < all_pixels:
+        if RUN and p + L <= P and pixel < all_pixels:
             source = x + image * image_bytes + p * SIZE
             for t in range(terms):
                 store(target + t * VECTOR, load(T, source + t * plane))
@@ -100,7 +110,7 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, STRIDED: bool)
             for i in range(L):
                 if pixel + i < all_pixels:
                     image, p = (pixel + i) // P, (pixel + i) % P
-                    if STRIDED:
+                    if TABLE:
                         p = load_scalar(np.int64, table + 8 * p)
                     source = x + image * image_bytes + p * SIZE
                     for t in range(terms):
@@ -108,6 +118,44 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, STRIDED: bool)
                 else:
                     for t in range(terms):
                         store_scalar(target + t * VECTOR + i * SIZE, T(0))
+
+    @inline
+    def copy_windows(x, image_bytes, plane, target, first, terms, pixel, P, all_pixels, table):
+        """What the taps of a vector of neighbouring outputs meet, for so many terms from the first on."""
+        OW, H, W = word(table, 0), word(table, 1), word(table, 2)
+        R, S, step = word(table, 3), word(table, 4), word(table, 5)
+        dh, dw, ph, pw = word(table, 6), word(table, 7), word(table, 8), word(table, 9)
+        c, r, s = first // (R * S), first // S % R, first % S
+        image, p = pixel // P, pixel % P
+        oh, ow = p // OW, p % OW
+        beside = ow + L <= OW and pixel < all_pixels  # in one row
+        inside = ow >= pw and ow - pw + (S - 1) * dw + L <= W
+        h = oh * step + r * dh - ph
+        row = x + image * image_bytes + c * plane + (h * W + ow - pw) * SIZE
+        for t in range(terms):
+            to = target + t * VECTOR
+            if beside and (h < 0 or h >= H):
+                store(to, zero(T))
+            elif beside and inside:
+                store(to, load(T, row + s * dw * SIZE))
+            elif beside:
+                store(to, load_clipped(T, row - (ow - pw) * SIZE, ow - pw + s * dw, W))
+            else:
+                for i in range(L):
+                    value = T(0)
+                    if pixel + i < all_pixels:
+                        at, q = (pixel + i) // P, (pixel + i) % P
+                        y, z = q // OW * step + r * dh - ph, q % OW + s * dw - pw
+                        if y >= 0 and y < H and z >= 0 and z < W:
+                            value = load_scalar(T, x + at * image_bytes + c * plane + (y * W + z) * SIZE)
+                    store_scalar(to + i * SIZE, value)
+            s += 1
+            if s == S:
+                r, s = r + 1, 0
+                if r == R:
+                    c, r = c + 1, 0
+                h = oh * step + r * dh - ph
+                row = x + image * image_bytes + c * plane + (h * W + ow - pw) * SIZE
 
     @inline
     def row_of(part, large, less):
@@ -162,7 +210,9 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, STRIDED: bool)
         spare = panels + tile_vectors // ACROSS * PANEL
         starts = spare + ROWS * VECTOR
         scalars = starts + ROWS * VECTOR
-        x_image, y_image, y_pitch = G * I * plane, G * O * P * SIZE, P * SIZE
+        taps = word(table, 3) * word(table, 4) if WINDOWS else 1
+        C = I // taps
+        x_image, y_image, y_pitch = G * C * plane, G * O * P * SIZE, P * SIZE
         task = next_tile(block)
         while task < tasks:
             first_row = task % ranges * range_rows
@@ -176,8 +226,11 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, STRIDED: bool)
                 terms = min(CHUNK, I - first)
                 for i in range((count + ACROSS - 1) // ACROSS * ACROSS):
                     target, pixel = panels + i // ACROSS * PANEL + i % ACROSS * L * SIZE, first_pixel + i * L
-                    from_ = x + (group * I + first) * plane
-                    copy_pixels(from_, x_image, plane, target, terms, pixel, P, all_pixels, table)
+                    from_ = x + group * C * plane
+                    if WINDOWS:
+                        copy_windows(from_, x_image, plane, target, first, terms, pixel, P, all_pixels, table)
+                    else:
+                        copy_pixels(from_ + first * plane, x_image, plane, target, terms, pixel, P, all_pixels, table)
                 rows_of_w = w + group * O * I * SIZE + first_row * pitch + first * step
                 for part in range(parts):
                     row = row_of(part, large, less)
