@@ -359,14 +359,14 @@ class _Forward:
         if self.fly:
             filters = self.chunks * s.c * outs * _FILTER[m] * 1.2
         else:
-            far = 0.5 if u_bytes > 8 << 20 else 0.1
+            far = 0.1 if u_bytes <= 8 << 20 else 0.5 if u_bytes <= 24 << 20 else 0.9  # of a cache that cores share
             memory = far * u_bytes * self.chunks / (3 * per_cycle)
             if s.problem.direction == "dgrad":
                 filters = s.c * outs * _FILTER[m] * 1.2 + 4e3 * s.threads
                 memory += u_bytes * (1.0 if u_bytes > 8 << 20 else 0.3) / per_cycle
         tasks = self.chunks * self.ranges
         uneven = -(-tasks // s.threads) * s.threads / tasks
-        moved = (prod(s.problem.x_shape) + prod(s.problem.y_shape)) // s.groups * s.size / per_cycle * 0.5
+        moved = 1.3 * (prod(s.problem.x_shape) + prod(s.problem.y_shape)) // s.groups * s.size / per_cycle
         work = (multiply + images + s.tiles * outs * _RESULT[m] + filters) * uneven / s.threads
         return work + memory + moved
 
@@ -496,7 +496,7 @@ class _Gradient:
         finish = s.vectors * s.L * outs * _FILTER[m]
         sums = s.points * s.vectors * s.L * outs * s.line
         memory = (2 * sums * (self.runs - 1) * (0.4 if sums > 8 << 20 else 0.1) if self.runs > 1 else 0) / per_cycle
-        moved = (prod(s.problem.x_shape) + prod(s.problem.y_shape)) // s.groups * s.size / per_cycle * 0.5
+        moved = 1.3 * (prod(s.problem.x_shape) + prod(s.problem.y_shape)) // s.groups * s.size / per_cycle
         tasks = self.chunks * self.ranges
         uneven = -(-tasks // s.threads) * s.threads / tasks
         return (multiply + images + finish) * uneven / s.threads + memory + moved
