@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import openconv
+from openconv.cpu import memory
 from openconv.cpu.memory import LARGE, kept_bytes, large_tensor
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux alone has the mappings")
@@ -114,6 +115,34 @@ def test_what_is_kept_is_bounded(monkeypatch):
     monkeypatch.setenv("OPENCONV_KEEP_MB", "0")
     vector()
     assert kept_bytes() == 0
+
+
+def test_of_what_waits_the_oldest_is_lent_to_the_system():
+    vectors = [vector() for _ in range(30)]
+    newest = vectors[-1].data_ptr()
+    while vectors:
+        vectors.pop(0).fill_(1)
+    marks = [block.lent for block in memory._kept]
+    held = sum(len(block.mapping) for block in memory._kept if not block.lent)
+    assert marks == sorted(marks, reverse=True)
+    assert (64 << 20) - 2 * LARGE < held <= 64 << 20
+    again = vector()
+    assert again.data_ptr() == newest
+
+
+def test_workspaces_are_lent_from_call_to_call(monkeypatch):
+    first = memory.borrow(1000)
+    assert memory.borrow(1000).data_ptr() != first.data_ptr()  # while it is in use
+    memory.give_back(first)
+    assert memory.borrow(500) is first
+    memory.give_back(first)
+    larger = memory.borrow(5 << 20)
+    assert larger.numel() >= 5 << 20
+    memory.give_back(larger)
+    openconv.empty_cache()
+    monkeypatch.setenv("OPENCONV_KEEP_MB", "0")
+    memory.give_back(memory.borrow(1000))
+    assert not memory._scratch
 
 
 def test_a_limit_that_is_no_number_is_refused(monkeypatch):

@@ -254,7 +254,7 @@ def _cost(problem: Problem, device: Device, knobs: Tile) -> float:
         if not geometry.channels_last:
             around += 5.0 * knobs.across * rows * geometry.outputs[2]
         if cut.mode == 2 and not geometry.channels_last:
-            steps *= 1.08  # the scalars of a term lie in a line of their own
+            steps *= 1.12  # the scalars of a term lie in a line of their own
         arithmetic = cycle * (steps * terms + around) * cut.blocks * geometry.g
         lines = 0.0 if cut.mode == 2 else cut.slot_bytes / size / max(cut.width * cut.pixel, 1)
         arithmetic += cycle * cut.tiles * cut.ranges[0] * (300 + 20 * lines)
@@ -287,11 +287,16 @@ def _build(problem: Problem, cut: Cut) -> Runner:
     forward, few = problem.direction == "fprop", problem.macs < 20_000
     team = 1 if few else threads
 
+    # w[k, c] of a dgrad has the channels of dx side by side. Rows that are a multiple of 4096 bytes would meet in one
+    # set of the first-level cache.
+    row_bytes = geometry.o * size
+    alone = not forward and prod(geometry.filter) == 1 and geometry.o == padded and row_bytes % 4096 != 0
+    in_place = row_bytes if alone else 0
     _, biases_at, memory_at, slots_at = Region.places(regions)
 
     def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None) -> None:
         base = workspace.data_ptr()
-        filters = kept(b, key) if forward else None
+        filters = kept(b, key) if forward else b if in_place else None
         if filters is None:
             spare = Region.split(workspace, regions, dtype)[0]
             if forward:
@@ -309,7 +314,7 @@ def _build(problem: Problem, cut: Cut) -> Runner:
         if fill:
             launch(fill, (cut.tiles, a.data_ptr(), base + slots_at, plan.data_ptr()), team)
         args = (tasks, a.data_ptr(), filters.data_ptr(), result.data_ptr(), start, base + slots_at, base + memory_at,
-                plan.data_ptr(), pitch, numbering(team))  # fmt: skip
+                plan.data_ptr(), pitch, numbering(team), in_place)  # fmt: skip
         launch(convolve, args, team)
         _ = tables  # they live as long as the call
 
@@ -346,12 +351,12 @@ def _order(problem: Problem, cut: Cut) -> Callable[[Tensor, Tensor, int], None]:
     if problem.direction == "dgrad" and (last or taps == 1):
         # w[k, tap, c]: the channels of dx lie side by side.
         met = [(k, tap) for k in range(I) for tap in range(taps) if (k, tap) in places]
-        table = [v for k, tap in met for v in ((k * taps + tap) * O * size, *places[k, tap])]
-        rows, kept = kernels.filter_rows_kernel(T, cut.across), torch.tensor(table, dtype=torch.int64)
+        words = [v for k, tap in met for v in ((k * taps + tap) * O * size, *places[k, tap])]
+        rows, table = kernels.filter_rows_kernel(T, cut.across), torch.tensor(words, dtype=torch.int64)
 
         def order_rows(w: Tensor, out: Tensor, threads: int) -> None:
             args = (tasks * -(-len(met) // 256), w.data_ptr(), out.data_ptr(), blocks, O, len(met),
-                    I * O * taps * size, kept.data_ptr(), 256)  # fmt: skip
+                    I * O * taps * size, table.data_ptr(), 256)  # fmt: skip
             launch(rows, args, threads)
 
         return order_rows
@@ -367,12 +372,12 @@ def _order(problem: Problem, cut: Cut) -> Callable[[Tensor, Tensor, int], None]:
         else:
             order = [(c, tap) for c in range(I) for tap in range(taps)]
     group = O * I * taps * size
-    kept = torch.tensor([v for each in order for v in places.get(each, (-1, 0))], dtype=torch.int64)
+    table = torch.tensor([v for each in order for v in places.get(each, (-1, 0))], dtype=torch.int64)
     squares = kernels.filter_kernel(T, cut.across)
 
     def order_squares(w: Tensor, out: Tensor, threads: int) -> None:
         args = (tasks * -(-lines // 16), w.data_ptr(), out.data_ptr(), blocks, O, pitch, group, lines, line_pitch,
-                terms, kept.data_ptr(), 16)  # fmt: skip
+                terms, table.data_ptr(), 16)  # fmt: skip
         launch(squares, args, threads)
 
     return order_squares

@@ -398,7 +398,7 @@ def _writer(T: type, ACROSS: int, CHANNELS_LAST: bool) -> Any:
 @functools.cache
 def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool, AHEAD: bool) -> Kernel:
     """fprop and dgrad. Arguments: tasks, x, filters, y, bias, slots or 0, memory of the threads, plan, pitch,
-    numbering of the threads.
+    numbering of the threads, bytes from a term to the next where filters are read in place, else 0.
 
     A task is a tile and a range of the result's channels. Rows of a tile are cut into blocks of ROWS pixels, and of one
     pixel less where that makes them come out even.
@@ -419,7 +419,7 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
             argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3), argument(block, 4),
         )  # fmt: skip
         slots, memory, plan, pitch = argument(block, 5), argument(block, 6), argument(block, 7), argument(block, 8)
-        mine = memory + thread_number(block, argument(block, 9)) * _word(plan, _THREAD)
+        mine, in_place = memory + thread_number(block, argument(block, 9)) * _word(plan, _THREAD), argument(block, 10)
         sums, slot = mine, mine + _word(plan, _SUMS)
         ranges, range_blocks, blocks = _word(plan, _RANGES), _word(plan, _RANGE_BLOCKS), _word(plan, _BLOCKS)
         mode, chunk, line = _word(plan, _MODE), _word(plan, _CHUNK), _word(plan, _ROW_PIXELS)
@@ -463,6 +463,9 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                         terms, offsets = _word(those, _C_TERMS), _word(those, _C_OFFSETS)
                         outputs = min(columns, _word(those, _C_COUNT) - column)
                         vectors = filters + _word(those, _C_FILTERS) + (group * blocks + at) * terms * VECTOR
+                        term_pitch = VECTOR
+                        if in_place:
+                            vectors, term_pitch = filters + group * terms * in_place + at * VECTOR, in_place
                         large, less, ones = cut_line(outputs, ROWS, LESS)
                         first = 0
                         while first == 0 or first < terms:
@@ -488,18 +491,18 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                                             start, start_pitch = bias + (group * blocks + at) * VECTOR, 0
                                         if CHANNELS_LAST and last and channels >= ACROSS * L:
                                             to, to_pitch = result + ready * distance, distance
-                                        table, those_ = offsets + 8 * first, vectors + first * VECTOR
+                                        table, those_ = offsets + 8 * first, vectors + first * term_pitch
                                         if part < large:
                                             big(start, start_pitch, to, to_pitch, a, pitch, table, some, those_,
-                                                VECTOR, ahead, ROWS * SIZE)  # fmt: skip
+                                                term_pitch, ahead, ROWS * SIZE)  # fmt: skip
                                             q, ready = q + ROWS, ready + ROWS
                                         elif part < large + less:
                                             small(start, start_pitch, to, to_pitch, a, pitch, table, some, those_,
-                                                  VECTOR, ahead, ROWS * SIZE)  # fmt: skip
+                                                  term_pitch, ahead, ROWS * SIZE)  # fmt: skip
                                             q, ready = q + LESS, ready + LESS
                                         else:
                                             one(start, start_pitch, to, to_pitch, a, pitch, table, some, those_,
-                                                VECTOR, ahead, ROWS * SIZE)  # fmt: skip
+                                                term_pitch, ahead, ROWS * SIZE)  # fmt: skip
                                             q, ready = q + 1, ready + 1
                                         if last and not CHANNELS_LAST and ready - done >= 2 * L:
                                             # Squares leave as soon as they are there: stores drain beside the sums.

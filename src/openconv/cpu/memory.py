@@ -28,8 +28,8 @@ import os
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,11 +44,14 @@ FRESH = 32 << 20  # bytes of a workspace from which it is memory like that of a 
 _PAGE = 2 << 20
 
 
-class _Block(NamedTuple):
-    """A mapping and its first address, counted from its start, that is a multiple of a huge page."""
+@dataclass(eq=False)
+class _Block:
+    """A mapping and its first address, counted from its start, that is a multiple of a huge page; ``lent`` while it is
+    marked as free."""
 
     mapping: mmap.mmap
     start: int
+    lent: bool = False
 
 
 _kept: list[_Block] = []
@@ -93,12 +96,20 @@ def _put(block: _Block, most: int) -> None:
     hence no lock, only list methods that are whole by themselves."""
     if len(block.mapping) > most:
         return
-    if kept_bytes() + len(block.mapping) > _HELD:
-        with suppress(OSError):  # a system that cannot take single pages back
-            block.mapping.madvise(mmap.MADV_FREE)
+    block.lent = False
     _kept.append(block)
     while kept_bytes() > most:
         del _kept[:1]
+    held = 0
+    for each in reversed(tuple(_kept)):
+        held += len(each.mapping)
+        if held > _HELD and not each.lent:
+            with suppress(ValueError):  # another thread was quicker
+                _kept.remove(each)  # or it might take what is being marked
+                each.lent = True
+                with suppress(OSError):  # a system that cannot take single pages back
+                    each.mapping.madvise(mmap.MADV_FREE)
+                _kept.insert(0, each)
 
 
 def borrow(size: int) -> Tensor:
