@@ -37,6 +37,7 @@ MORE = (
     "n2 c70 h6 w6 k33 r3 s3 stride2 pad1",
     "n1 c16 w700 k20 s5 pad2",  # parts of a row
     "n1 c3 h30 w29 k24 r7 s7 stride2 pad3",
+    "n3 c2 d4 h6 w7 k9 t2 r3 s3 stride1,2,1 pad1",  # slots of few channels in nhwc
     "n5 c12 h7 w7 k50 r3 s3 pad1",  # several images a tile
     "n1 c300 h5 w5 k16 r3 s3 pad1",  # several chunks of terms
     "n2 c32 h11 w10 k64 r1 s1 stride3 g2",

@@ -125,22 +125,17 @@ def _blocks(problem: Problem, device: Device) -> list[tuple[float, int, int]]:
 
 def _line(geometry: Geometry) -> tuple[str, int]:
     """wgrad: what the rows of a block go along, and how many there are: channels, or taps where channels are few."""
-    S = geometry.filter[2]
-    (width,) = geometry.axes[2]
-    beside = all(b[1] - a[1] == 1 for a, b in zip(width.taps, width.taps[1:], strict=False))
-    if geometry.channels_last:
-        return (
-            ("taps", S * geometry.i)
-            if beside and S > 1 and geometry.i < 16 and geometry.g == 1
-            else ("channels", geometry.i)
-        )
-    return ("taps", S) if geometry.i < S or (geometry.i < 4 and S > 1) else ("channels", geometry.i)
+    S, I = geometry.filter[2], geometry.i
+    if geometry.channels_last or geometry.turns:
+        return ("taps", S * I) if geometry.beside and S > 1 and I < 16 and geometry.g == 1 else ("channels", I)
+    return ("taps", S) if I < S or (I < 4 and S > 1) else ("channels", I)
 
 
 @lru_cache(1024)
 def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
     geometry = geometry_of(problem)
-    ways = ["place", "own"] if geometry.inside else ["own"]
+    turned = problem.direction == "wgrad" and geometry.turns
+    ways = ["place", "own"] if geometry.inside and not turned else ["own"]
     apart = geometry.g * geometry.i * geometry.size if problem.direction == "wgrad" and geometry.channels_last else 1
     if apart % 4096 == 0:
         # Pixels that lie so far apart meet in one set of the first-level cache (3072 channels: 9700 us for 7500).
@@ -414,22 +409,22 @@ def _build_gradient(problem: Problem, cut: Cut) -> Runner:
     along, count = _line(geometry)
     parts, line_ranges, range_lines = _line_ranges(cut)
     # Offsets of (channel, tap) in a slot, in the order of `offsets`.
-    offsets = cut.offsets(depth, height, width)
-    at = {(c, tap): offsets[tap * I + c if last else c * taps + tap] for c in range(I) for tap in range(taps)}
+    offsets, slots_last = cut.offsets(depth, height, width), cut.channels_last
+    place = {(c, tap): offsets[tap * I + c if slots_last else c * taps + tap] for c in range(I) for tap in range(taps)}
     if along == "channels":
-        pitch, constant = channel * size, size if last else 0
+        pitch, constant = channel * size, size if slots_last else 0
         count //= parts
         lines = [[(c, tap) for c in range(at * count, (at + 1) * count)] for tap in range(taps) for at in range(parts)]
-    elif last:
+    elif slots_last:
         pitch, constant = size, size
         lines = [[(c, line * S + s) for s in range(S) for c in range(I)] for line in range(T_ * R)]
     else:
         pitch = (width.taps[1][1] - width.taps[0][1]) * size
         constant = pitch if pitch == size else 0
         lines = [[(c, line * S + s) for s in range(S)] for c in range(I) for line in range(T_ * R)]
-    if along == "taps" and last and cut.pixel != I:
+    if along == "taps" and slots_last and cut.pixel != I:
         raise AssertionError("slots of few channels have no gaps")
-    places = torch.tensor([at[line[0]] for line in lines], dtype=torch.int64)
+    places = torch.tensor([place[line[0]] for line in lines], dtype=torch.int64)
     row_of = {each: n for n, each in enumerate(each for line in lines for each in line)}
     order = [(c, tap) for tap in range(taps) for c in range(I)] if problem.layouts[1] == "nhwc" else [
         (c, tap) for c in range(I) for tap in range(taps)]  # fmt: skip
@@ -439,7 +434,7 @@ def _build_gradient(problem: Problem, cut: Cut) -> Runner:
     row_bytes = geometry.g * O * size
     in_place = row_bytes if last and row_bytes % 1024 else 0
     ahead = in_place > 0 and cut.mode == 2 and _is_large(geometry)
-    gradient = kernels.gradient_kernel(T, cut.block_rows, cut.across, constant, last, ahead)
+    gradient = kernels.gradient_kernel(T, cut.block_rows, cut.across, constant, last, ahead, geometry.turns)
     store = kernels.gradient_store_kernel(T, cut.across)
     regions = _regions(problem, cut)
     nothing = torch.zeros(cut.across * lanes, dtype=dtype)

@@ -55,6 +55,7 @@ from .simd import (
     store_block_clipped,
     store_clipped,
     store_rows,
+    store_scalar,
     thread_number,
     transpose,
     unpack,
@@ -343,6 +344,41 @@ def _filler(T: type, CHANNELS_LAST: bool) -> Any:
 
 
 @functools.cache
+def _turning_filler(T: type) -> Any:
+    """The same for few channels of an image in nchw, whose slot is in nhwc."""
+    SIZE = np.dtype(T).itemsize
+
+    @inline
+    def fill_slot(plan, phase, x, slot, image, images, group, depth, row, rows, column):
+        D, H, W, I = _word(plan, _D), _word(plan, _H), _word(plan, _W), _word(plan, _I)
+        width, source = _word(plan, _WIDTH), _word(phase, _H_SOURCE)
+        first_h = row * source * _word(phase, _H_SLOT) + _word(phase, _H_FIRST)
+        first_w = column * _word(plan, _STRIDE) + _word(plan, _FIRST)
+        slot_rows = (rows - 1) * _word(phase, _H_SLOT) + _word(phase, _H_SPAN) + 1
+        for b in range(images):
+            for t in range(_word(phase, _TAPS)):
+                d = depth * _word(phase, _D_STRIDE) + _word(plan, _word(phase, _DEPTH_OFFSETS) + t)
+                for r in range(slot_rows):
+                    h = first_h + r * source
+                    target = b * _word(phase, _IMAGE) + t * _word(phase, _TAP) + r * _word(phase, _ROW)
+                    there = d >= 0 and d < D and h >= 0 and h < H
+                    left, right = max(0, -first_w), max(0, min(width, W - first_w))
+                    if not there:
+                        left = right = width
+                    for c in range(I):
+                        to = slot + (target + c) * SIZE
+                        line = x + (((((image + b) * I + c) * D + d) * H + h) * W + first_w) * SIZE
+                        for q in range(left):
+                            store_scalar(to + q * I * SIZE, T(0))
+                        for q in range(left, right):
+                            store_scalar(to + q * I * SIZE, load_scalar(T, line + q * SIZE))
+                        for q in range(right, width):
+                            store_scalar(to + q * I * SIZE, T(0))
+
+    return fill_slot
+
+
+@functools.cache
 def pack_kernel(T: type, CHANNELS_LAST: bool) -> Kernel:
     """Fill all slots beforehand, for problems with fewer tiles than threads. Arguments: tiles, x, slots, plan."""
     fill_slot = _filler(T, CHANNELS_LAST)
@@ -624,7 +660,9 @@ def filter_rows_kernel(T: type, ACROSS: int) -> Kernel:
 
 
 @functools.cache
-def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool, AHEAD: bool) -> Kernel:
+def gradient_kernel(
+    T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool, AHEAD: bool, TURNS: bool
+) -> Kernel:  # fmt: skip
     """wgrad into ordered sums. Arguments: tasks, x, dy, sums, memory of the threads, plan, pitch, offsets of the
     pixels, lines, rows of a line, offsets of the lines, ranges of lines, lines of a range, a row of zeros,
     numbering of the threads, bytes from a pixel of dy to the next where it is read in place, else 0.
@@ -641,7 +679,7 @@ def gradient_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
     VECTOR = ACROSS * L * SIZE
     LESS = max(ROWS - 1, 1)
     big, small, one = (_block_of_sums(T, rows, ACROSS, PITCH, AHEAD) for rows in (ROWS, LESS, 1))
-    fill_slot = _filler(T, CHANNELS_LAST)
+    fill_slot = _turning_filler(T) if TURNS else _filler(T, CHANNELS_LAST)
 
     @inline
     def gather(plan, dy, target, image, images, group, k, depth, row, rows, column, columns):

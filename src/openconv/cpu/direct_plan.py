@@ -65,6 +65,17 @@ class Geometry:
             if axis.taps and axis.count
         )
 
+    @cached_property
+    def beside(self) -> bool:
+        """Whether the taps of a row meet neighbouring pixels."""
+        return all(b[1] - a[1] == 1 for a, b in zip(self.axes[2][0].taps, self.axes[2][0].taps[1:], strict=False))
+
+    @cached_property
+    def turns(self) -> bool:
+        """wgrad: whether slots of an image in nchw are in nhwc. Taps and channels of a row are one line there, which is
+        long enough for a block where channels are few (3x224x224 by 32, 3x3 with stride 2: 175 us before)."""
+        return not self.channels_last and self.g == 1 and 1 < self.i < 8 and self.filter[2] > 1 and self.beside
+
     @property
     def columns(self) -> int:
         """Outputs of a row, in the phase that has most."""
@@ -135,6 +146,11 @@ class Cut:
     # -- sizes -------------------------------------------------------------------------------------------------------
 
     @property
+    def channels_last(self) -> bool:
+        """Of what scalars are read from: slots, or the input."""
+        return self.geometry.channels_last or (self.gradient and self.geometry.turns)
+
+    @property
     def vector_bytes(self) -> int:
         """Of the channels that are summed up at a time."""
         return self.across * self.lanes * self.geometry.size
@@ -175,7 +191,7 @@ class Cut:
     def pixel(self) -> int:
         """Elements from a pixel to the next. In nhwc slots lines of the cache that many pixels share are kept apart."""
         geometry = self.geometry
-        if not geometry.channels_last:
+        if not self.channels_last:
             return 1
         if self.mode == 2:
             return geometry.g * geometry.i
@@ -196,7 +212,7 @@ class Cut:
                 return prod(geometry.inputs) * channels, 1, h * w * channels, w * channels
             return prod(geometry.inputs) * channels, prod(geometry.inputs), h * w, w
         rows, taps = self.slot_rows(height), len(depth.taps)
-        if geometry.channels_last:
+        if self.channels_last:
             row = self.width * self.pixel
             return taps * rows * row, 1, rows * row, row
         return geometry.i * taps * rows * self.width, taps * rows * self.width, rows * self.width, self.width
@@ -271,7 +287,7 @@ class Cut:
         size, pixel = self.geometry.size, self.pixel
         taps = [d * tap + h * row + w * pixel for d, h, w in product(ds, hs, ws)]
         channels = [c * channel for c in range(self.geometry.i)]
-        if self.geometry.channels_last:
+        if self.channels_last:
             return [(t + c) * size for t in taps for c in channels]
         return [(t + c) * size for c in channels for t in taps]
 
