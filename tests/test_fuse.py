@@ -334,6 +334,14 @@ def test_parametrizations_and_code_of_ones_own():
     refused(trained(model), "conv has an activation")
 
 
+def test_lazy_norms():
+    model = Pair()
+    model.norm = nn.LazyBatchNorm2d()  # type: ignore[assignment]
+    report = openconv.convert(model.eval(), fuse=True)
+    assert {each.name: each.reason for each in report.unfused}["norm"] == "it does not know its sizes yet"
+    assert model(image().float()).shape == (2, 4, 9, 9)
+
+
 def test_norms_without_statistics_or_in_training():
     model = Pair()
     model.norm = nn.BatchNorm2d(4, track_running_stats=False)

@@ -336,7 +336,7 @@ class _Look:
 
     def before_norm(self, norm: Any) -> Module:
         """The convolution that a norm can be folded into."""
-        if type(norm) not in _NORMS:
+        if type(norm) not in _NORMS and not isinstance(norm, LazyModuleMixin):
             raise _Refused("it is none of torch's BatchNorm1d to 3d, but has code of its own")
         self._is_plain(norm, "it")
         if norm.training:
