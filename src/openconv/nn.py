@@ -78,6 +78,14 @@ class _Options(torch.nn.modules.conv._ConvNd):
             accuracy=self.accuracy, max_workspace=self.max_workspace,
         )  # fmt: skip
 
+    def _held(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias. As attributes they would be looked for, which takes half a microsecond each; what is no
+        parameter any more, such as a parametrized weight, is."""
+        held = self._parameters
+        if "weight" in held and "bias" in held:
+            return held["weight"], held["bias"]  # type: ignore[return-value]
+        return self.weight, self.bias
+
     def extra_repr(self) -> str:
         given = {name: getattr(self, name) for name in ("activation", *_LIMITS)}
         own: str = super().extra_repr()  # type: ignore[no-untyped-call]
@@ -87,7 +95,7 @@ class _Options(torch.nn.modules.conv._ConvNd):
 class _Conv(_Options):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """activation(conv(input) + residual)."""
-        return self._conv_forward(input, self.weight, self.bias, residual)
+        return self._conv_forward(input, *self._held(), residual)
 
     # The name torch's own modules have for it: what derives from them and replaces the weight calls this.
     def _conv_forward(
