@@ -26,7 +26,7 @@ from openconv.epilogue import (
     scalar,
     tensor,
 )
-from openconv.evaluate import activate, evaluate, evaluate_
+from openconv.evaluate import activate, evaluate, evaluate_, finisher_
 from openconv.plan import split_bias
 from tests.support import EPILOGUES, FORMULAS, epilogues
 
@@ -371,6 +371,21 @@ def test_gradients_reach_accumulator_and_operands(text):
         return evaluate(epilogue, x, dict(zip(names, values, strict=True)))
 
     assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_a_finisher_is_the_evaluator_of_a_chain_without_operands():
+    x = torch.tensor([-9.0, -1.0, -0.0, 0.5, 3.0, 7.0, math.inf, -math.inf, math.nan]).view(1, 9, 1)
+    texts = ("relu", "clamp(0,6)", "clamp(-1,inf)", "clamp(-inf,2)", "clamp", "leaky_relu(0.2)", "elu(0.5)", "sigmoid",
+             "tanh", "silu", "hardswish", "relu+tanh+clamp(0.1,0.2)")  # fmt: skip
+    for text in texts:
+        epilogue = Epilogue.parse(f"+{text}")
+        finish, y = finisher_(epilogue), x.clone()
+        assert finish is not None
+        got = finish(y)
+        assert got.data_ptr() == y.data_ptr()
+        torch.testing.assert_close(got, evaluate(epilogue, x, {}), rtol=0, atol=0, equal_nan=True)
+    for text in ("", "+bias+relu", "+relu+residual", "+gelu", "+=mul(acc,sigmoid(acc))"):
+        assert finisher_(Epilogue.parse(text)) is None
 
 
 def test_evaluate_leaves_the_accumulator_alone():

@@ -23,6 +23,7 @@ __all__ = [
     "evaluate_",
     "evaluate_tree",
     "evaluator_",
+    "finisher_",
     "statistics",
 ]
 
@@ -159,6 +160,39 @@ def evaluator_(epilogue: Epilogue) -> Callable[[Tensor, Mapping[str, Tensor]], T
         return value
 
     return run
+
+
+def finisher_(epilogue: Epilogue) -> Callable[[Tensor], Tensor] | None:
+    """:func:`evaluate_` of an epilogue without operands on floating-point numbers, as few calls as that takes; None
+    where it is no chain of operations that torch has in place."""
+    steps: list[_Function] = []
+    node = epilogue.expr
+    while isinstance(node, Node):
+        if len(node.args) > 1 or node.op not in _IN_PLACE:
+            return None
+        steps.insert(0, _bound(node.op, node.params))
+        node = node.args[0]
+    if not isinstance(node, Acc) or not steps:
+        return None
+    if len(steps) == 1:
+        return steps[0]
+
+    def run(value: Tensor) -> Tensor:
+        for step in steps:
+            value = step(value)
+        return value
+
+    return run
+
+
+def _bound(op: str, params: tuple[float, ...]) -> _Function:
+    """An operation of one tensor, in place."""
+    function = _IN_PLACE[op]
+    if op == "clamp":
+        low, high = params
+        if -math.inf < low and high < math.inf:
+            return lambda a: torch.clamp_(a, low, high)
+    return (lambda a: function(a, *params)) if params else function
 
 
 def evaluate_tree(

@@ -27,6 +27,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from . import functional
+from .fuse import Fused, plan_fusion
 from .select import Policy
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "ConvTranspose2d",
     "ConvTranspose3d",
     "Conversion",
+    "Fused",
     "Left",
     "Patch",
     "Swapped",
@@ -76,6 +78,14 @@ class _Options(torch.nn.modules.conv._ConvNd):
             accuracy=self.accuracy, max_workspace=self.max_workspace,
         )  # fmt: skip
 
+    def _held(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias. As attributes they would be looked for, which takes half a microsecond each; what is no
+        parameter any more, such as a parametrized weight, is."""
+        held = self._parameters
+        if "weight" in held and "bias" in held:
+            return held["weight"], held["bias"]  # type: ignore[return-value]
+        return self.weight, self.bias
+
     def extra_repr(self) -> str:
         given = {name: getattr(self, name) for name in ("activation", *_LIMITS)}
         own: str = super().extra_repr()  # type: ignore[no-untyped-call]
@@ -85,7 +95,7 @@ class _Options(torch.nn.modules.conv._ConvNd):
 class _Conv(_Options):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """activation(conv(input) + residual)."""
-        return self._conv_forward(input, self.weight, self.bias, residual)
+        return self._conv_forward(input, *self._held(), residual)
 
     # The name torch's own modules have for it: what derives from them and replaces the weight calls this.
     def _conv_forward(
@@ -171,30 +181,43 @@ class Left(Swapped):
 
 @dataclass(frozen=True)
 class Conversion:
-    """What :func:`convert` did to ``model``. Printing it lists every convolution."""
+    """What :func:`convert` did to ``model``. Printing it lists every convolution, and with ``fuse`` what they compute
+    beside themselves (``fused``) and the norms, activations and modules that stayed, and why (``unfused``)."""
 
     model: Module
     swapped: tuple[Swapped, ...]
     left: tuple[Left, ...]
     back: bool = False
+    fused: tuple[Fused, ...] = ()
+    unfused: tuple[Left, ...] = ()
 
     def __str__(self) -> str:
-        width = max((len(m.name or "(model)") for m in (*self.swapped, *self.left)), default=0)
+        names = [m.name for m in (*self.swapped, *self.left, *self.unfused)] + [m.name for m in self.fused]
+        width = max((len(name or "(model)") for name in names), default=0)
         whose = "torch" if self.back else "openconv"
-        lines = [f"{type(self.model).__name__}: {_count(self.swapped)} swapped for {whose}'s, {len(self.left)} left"]
+        convolutions = _count(self.swapped, "convolution")
+        lines = [f"{type(self.model).__name__}: {convolutions} swapped for {whose}'s, {len(self.left)} left"]
         lines += [f"  {m.name or '(model)':{width}}  {m.module}" for m in self.swapped]
         lines += ["left as they are:"] * bool(self.left)
         lines += [f"  {m.name or '(model)':{width}}  {m.module}: {m.reason}" for m in self.left]
+        if self.fused:
+            norms, activations = [m for m in self.fused if m.norm], [m for m in self.fused if m.activation]
+            lines += [f"fused: {_count(norms, 'batch norm')}, {_count(activations, 'activation')}"]
+            for m in self.fused:
+                activation = f"{m.activation} ({m.function})" if m.activation else ""
+                lines += [f"  {m.name:{width}}  with {' and '.join(filter(None, (m.norm, activation)))}"]
+        lines += ["not fused:"] * bool(self.unfused)
+        lines += [f"  {m.name or '(model)':{width}}  {m.module}: {m.reason}" for m in self.unfused]
         return "\n".join(lines)
 
 
-def _count(modules: Sequence[Any]) -> str:
-    return f"{len(modules)} convolution{'s' * (len(modules) != 1)}"
+def _count(modules: Sequence[Any], what: str) -> str:
+    return f"{len(modules)} {what}{'s' * (len(modules) != 1)}"
 
 
 def convert(
-    model: Module, *, back: bool = False, inplace: bool = True, engine: str | None = None, precision: str | None = None,
-    accuracy: str | None = None, max_workspace: int | None = None,
+    model: Module, *, back: bool = False, fuse: bool = False, inplace: bool = True, engine: str | None = None,
+    precision: str | None = None, accuracy: str | None = None, max_workspace: int | None = None,
 ) -> Conversion:  # fmt: skip
     """Send every convolution module of a model through openconv, or with ``back`` through torch again.
 
@@ -203,16 +226,30 @@ def convert(
     swapped; a lazy one follows when it learns its sizes. A subclass has code of its own and is left, which the report
     says; :func:`patch` reaches it. The limits, where given, are set on the modules that are swapped.
 
+    ``fuse`` is for a model in eval mode that is to stay there. Each batch norm whose input is a convolution's result,
+    of which nobody else makes use, is folded into the convolution's weight and bias, which are new parameters; an
+    activation module behind it becomes the convolution's ``activation``. Both are ``torch.nn.Identity`` from then on:
+    names of modules stay, the state dict loses the norms', and there is no way back. What follows what is read from the
+    data flow as ``torch.fx`` traces it. A module that cannot be traced leaves its parts to be looked at one by one, and
+    is taken to call those that have a forward as a whole. What has hooks or is parametrized, is called twice or has
+    code of its own stays as it is, as do functions (``F.relu``) and sums; the report tells. RuntimeError if the model
+    is in training mode.
+
     ``inplace=False`` converts a deep copy, to be found as ``model`` of the report::
 
         print(openconv.convert(model))
-        fast = openconv.convert(model, inplace=False).model
+        fast = openconv.convert(model.eval(), fuse=True, inplace=False).model
     """
     if not isinstance(model, Module):
         raise TypeError(f"convert: model is of type {type(model).__name__}; wanted a torch.nn.Module")
     limits = {"engine": engine, "precision": precision, "accuracy": accuracy, "max_workspace": max_workspace}
     Policy().but(**limits)
+    if fuse and back:
+        raise ValueError("convert: fuse and back are both set; what is fused cannot go back: keep a copy of the model")
+    if fuse and model.training:
+        raise RuntimeError("convert: the model is in training mode; fuse wants one in eval mode: call model.eval()")
     model = model if inplace else copy.deepcopy(model)
+    fusion = plan_fusion(model, lambda conv: _refusal(conv, back=_is_ours(conv))) if fuse else None
     swapped: list[Swapped] = []
     left: list[Left] = []
     for name, module in model.named_modules():
@@ -227,7 +264,16 @@ def convert(
         for limit, value in limits.items():
             if value is not None and not back:
                 setattr(module, limit, value)
-    return Conversion(model, tuple(swapped), tuple(left), back)
+    if fusion is None:
+        return Conversion(model, tuple(swapped), tuple(left), back)
+    unfused = tuple(Left(name, _line(module), reason) for name, module, reason in fusion.left)
+    fusion.apply()
+    return Conversion(model, tuple(swapped), tuple(left), back, tuple(fusion.fused), unfused)
+
+
+def _line(module: Module) -> str:
+    """A module by its class, and its arguments where it has no parts."""
+    return f"{type(module).__name__}({'...' if any(module.children()) else module.extra_repr()})"
 
 
 def _is_ours(module: Module) -> bool:
@@ -240,15 +286,11 @@ def _own(module: Module) -> type:
     return type(module).__bases__[0] if is_parametrized(module) else type(module)
 
 
-def _swap(module: Module, back: bool) -> str:
-    """Change the module's class; the reason if that cannot be."""
+def _refusal(module: Module, back: bool) -> str:
+    """Why the module's class cannot change."""
     table, own = _TORCHS if back else _OURS, _own(module)
     if isinstance(module, LazyModuleMixin):
-        later = table.get(module.cls_to_become) if module.cls_to_become is not None else None
-        if later is None:
-            return "a lazy convolution that openconv does not have"
-        module.cls_to_become = later
-        return ""
+        return "" if module.cls_to_become in table else "a lazy convolution that openconv does not have"
     if own not in table:
         base = next((t for t in own.__mro__ if t in table), None)
         if base is None:
@@ -258,10 +300,20 @@ def _swap(module: Module, back: bool) -> str:
         return f"a subclass of {base.__module__.split('.')[0]}'s {base.__name__} with {code}"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
+    if back and isinstance(module, _Options) and module.activation is not None:
+        return f"it fuses {module.activation!r}, which torch's {own.__name__} cannot"
+    return ""
+
+
+def _swap(module: Module, back: bool) -> str:
+    """Change the module's class; the reason if that cannot be."""
+    if reason := _refusal(module, back):
+        return reason
+    table, own = _TORCHS if back else _OURS, _own(module)
+    if isinstance(module, LazyModuleMixin):
+        module.cls_to_become = table[module.cls_to_become]  # type: ignore[index]
+        return ""
     if back:
-        assert isinstance(module, _Options)
-        if module.activation is not None:
-            return f"it fuses {module.activation!r}, which torch's {own.__name__} cannot"
         for option in ("activation", *_LIMITS):
             vars(module).pop(option, None)
     if is_parametrized(module):

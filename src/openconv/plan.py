@@ -32,7 +32,7 @@ from .cuda.launch import Single
 from .device import Device
 from .engine import Engine, Runner
 from .epilogue import IDENTITY, Acc, Epilogue, Expr, Node, Operand
-from .evaluate import before, evaluate, evaluator_, statistics
+from .evaluate import before, evaluate, evaluator_, finisher_, statistics
 from .prepared import prepared
 from .problem import Problem
 from .select import Candidate, Policy, choose, rank
@@ -311,10 +311,13 @@ def _real_call(core: Problem, candidate: Candidate, runner: Runner, device: Devi
     large = device.kind == "cpu" and size >= LARGE
     roomy = device.kind == "cpu" and workspace_bytes >= FRESH
     lent = device.kind == "cpu" and 0 < workspace_bytes < FRESH
+    quick = _empty_cpu if device.kind == "cpu" else None
 
     def run(a: Tensor, b: Tensor, bias: Any) -> Tensor:
         if large:
             out = large_tensor(shape, strides, dtype)
+        elif quick is not None:
+            out = quick(shape, strides, dtype)
         else:
             out = torch.empty_strided(shape, strides, dtype=dtype, device=a.device)
         if lent:
@@ -322,10 +325,11 @@ def _real_call(core: Problem, candidate: Candidate, runner: Runner, device: Devi
             runner(a, b, out, block[:workspace_bytes], bias)
             give_back(block)
             return out
+        workspace: Tensor | None = None
         if roomy:
-            workspace: Tensor | None = large_tensor((workspace_bytes,), (1,), torch.uint8)
-        else:
-            workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=a.device) if workspace_bytes else None
+            workspace = large_tensor((workspace_bytes,), (1,), torch.uint8)
+        elif workspace_bytes:
+            workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=a.device)
         runner(a, b, out, workspace, bias)
         return out
 
@@ -426,6 +430,7 @@ def _operand_layouts(problem: Problem) -> list[str]:
 
 # What compiled code of PyTorch allocates with: on the current device, past the dispatcher, in half the time.
 _empty_cuda = getattr(guards, "_empty_strided_cuda", None)
+_empty_cpu = getattr(guards, "_empty_strided_cpu", None)
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
@@ -472,7 +477,10 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
     bias_at = names.index(bias) if bias else -1
     complex_ = problem.dtypes[0].startswith("complex")
     finish = evaluator_(rest)
-    plain = rest.is_identity and out_dtype == core_dtype and core.dtypes == problem.dtypes and not complex_
+    same = out_dtype == core_dtype and core.dtypes == problem.dtypes and not complex_
+    plain = same and rest.is_identity
+    activate = finisher_(rest) if same and out_dtype.is_floating_point and not takes_epilogue else None
+    a_format, b_format = (memory_format(problem.rank + 2, layout) for layout in (a_layout, b_layout))
     forms = [memory_format(problem.rank + 2, layout) for layout in _operand_layouts(core)]
     none = () if takes_epilogue else None
 
@@ -487,8 +495,13 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
 
     def simple(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
         vector = operands[bias_at].contiguous() if bias_at >= 0 else None
-        out: Tensor = real(to_layout(a, a_layout), to_layout(b, b_layout), vector)
+        out: Tensor = real(a.contiguous(memory_format=a_format), b.contiguous(memory_format=b_format), vector)
         return out
+
+    # An activation behind the engine, on its result where that lies.
+    def activated(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        assert activate is not None
+        return activate(simple(a, b, operands))
 
     def parts(a: Tensor, dtype: torch.dtype, layout: str) -> list[Tensor]:
         a = a.resolve_conj()
@@ -518,7 +531,7 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
 
     if takes_epilogue and plain:
         return fused
-    return simple if plain else general
+    return simple if plain else general if activate is None else activated
 
 
 def _empty_call(problem: Problem) -> Any:

@@ -137,7 +137,9 @@ def _sample(w: Tensor) -> Tensor:
     """All numbers of small filters; of others some that are spread over them, the first among them."""
     count = w.numel()
     step = 1 if count <= _WHOLE else count // _SAMPLES
-    return w.detach().as_strided((-(-count // step),), (step,), w.storage_offset())
+    if w.requires_grad and torch.is_grad_enabled():
+        w = w.detach()
+    return w.as_strided((-(-count // step),), (step,), w.storage_offset())
 
 
 def _is_same(w: Tensor, entry: _Entry) -> bool:

@@ -1,7 +1,8 @@
 """Whole models, converted: ResNet-50 and MobileNetV2 in inference, beside torch as it is.
 
-Every convolution of a copy is sent through openconv (:func:`openconv.convert`); all other operations stay torch's. The
-two are compared, then timed in turn.
+Every convolution of a copy is sent through openconv (:func:`openconv.convert`); all other operations stay torch's. In
+another copy batch norms and activation modules are fused into them (``fuse=True``). Each is compared with the model,
+then all are timed in turn.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ MODELS: dict[str, type[nn.Module]] = {"resnet50": ResNet50, "mobilenet_v2": Mobi
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """One model at one batch size and layout. ``error`` is the norm of the difference of the two results over that of
-    torch's."""
+    """One model at one batch size and layout. ``seconds`` are those of ``torch``, ``openconv`` and, since there is such
+    a thing, ``fused``. ``error`` is the norm of the difference of the results over that of torch's, ``fused_error`` the
+    same for the fused model."""
 
     model: str
     batch: int
@@ -87,32 +89,45 @@ class ModelRecord:
     seconds: dict[str, dict[str, float]]
     error: float
     machine: dict[str, Any] = field(default_factory=dict)
+    fused_error: float | None = None
 
     @property
     def ratio(self) -> float:
         """How many times as fast as torch."""
         return self.seconds["torch"]["median"] / self.seconds["openconv"]["median"]
 
+    @property
+    def fused_ratio(self) -> float | None:
+        """The same of the fused model; None if that was not recorded."""
+        fused = self.seconds.get("fused")
+        return None if fused is None else self.seconds["torch"]["median"] / fused["median"]
+
 
 def measure_model(name: str, batch: int, layout: str, *, size: int = 224, budget: float = 2.0, command: str = "",
                   model: nn.Module | None = None) -> ModelRecord:  # fmt: skip
-    """Convert a copy, compare, and time both in turn. RuntimeError where the results differ by more than rounding."""
+    """Convert two copies, one of them fused, compare, and time all in turn. RuntimeError where results differ by more
+    than rounding."""
     torch.manual_seed(0)
     made = (model or MODELS[name]()).eval().requires_grad_(False)
     form = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     made = made.to(memory_format=form)  # type: ignore[call-overload]
     x = torch.randn(batch, 3, size, size).contiguous(memory_format=form)
-    ours = convert(made, inplace=False).model
+    models = {"torch": made}
+    models |= {who: convert(made, fuse=who == "fused", inplace=False).model for who in ("openconv", "fused")}
     with torch.no_grad():
         wanted = made(x)
-        for _ in range(3):  # filters are kept from the second call on
-            got = ours(x)
-        error = float((got - wanted).norm() / wanted.norm())
-        if not error < 1e-3:
-            raise RuntimeError(f"{name} with batch {batch} in {layout} is off by {error:.2g} of torch's result")
-        timings = race([lambda: made(x), lambda: ours(x)], budget=budget)
-    seconds = {who: asdict(timing) for who, timing in zip(("torch", "openconv"), timings, strict=True)}
-    return ModelRecord(name, batch, layout, seconds, error, environment(x.device, command))
+        errors = {}
+        for who in ("openconv", "fused"):
+            for _ in range(3):  # filters are kept from the second call on
+                got = models[who](x)
+            errors[who] = float((got - wanted).norm() / wanted.norm())
+            if not errors[who] < 1e-3:
+                what = f"{name}{', fused,' * (who == 'fused')} with batch {batch} in {layout}"
+                raise RuntimeError(f"{what} is off by {errors[who]:.2g} of torch's result")
+        timings = race([lambda each=each: each(x) for each in models.values()], budget=budget)  # type: ignore[misc]
+    seconds = {who: asdict(timing) for who, timing in zip(models, timings, strict=True)}
+    machine = environment(x.device, command)
+    return ModelRecord(name, batch, layout, seconds, errors["openconv"], machine, errors["fused"])
 
 
 def read_models(path: Path) -> list[ModelRecord]:

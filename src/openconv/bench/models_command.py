@@ -1,4 +1,4 @@
-"""``openconv bench-models``: whole models with their convolutions converted, beside torch; recorded as they come."""
+"""``openconv bench-models``: whole models, converted and fused, beside torch; recorded as they come."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def bench_models(
     out: Annotated[Path | None, typer.Option(help="folder for the records; default under benchmarks/results")] = None,
     record: Annotated[bool, typer.Option(help="write the records")] = True,
 ) -> None:
-    """Convert whole models, compare them with torch, and time both in turn, on the CPU, in inference."""
+    """Convert whole models, with and without fusing, compare them with torch, and time all in turn, on the CPU, in
+    inference."""
     if isa:
         restart_with(isa)
     from rich.table import Table
@@ -31,6 +32,7 @@ def bench_models(
     from ..problem import LAYOUTS
     from ..terminal import wide_console
     from .models import FILE_NAME, MODELS, measure_model, write_models
+    from .report.models import model_row
     from .results import device_slug, results_folder
 
     for given, known, what in ((model, MODELS, "model"), (layout, LAYOUTS, "layout")):
@@ -43,13 +45,12 @@ def bench_models(
     folder = (out or results_folder() / device_slug(place)) if record else None
     console.print(_place_text(place), soft_wrap=True)
     command = shlex.join(["openconv", *sys.argv[1:]])
-    table = Table("model", "batch", "layout", "torch ms", "openconv ms", "times", "difference")
+    table = Table("model", "batch", "layout", "torch ms", "openconv ms", "times", "fused ms", "times", "difference")
     wanted = [(name, n, lay) for name in model or MODELS for n in batch or (1,) for lay in layout or LAYOUTS]
     for at, (name, n, lay) in enumerate(wanted):
         with console.status(f"{name}, batch {n}, {lay} ({at + 1} of {len(wanted)})"):
             made = measure_model(name, n, lay, budget=budget, command=command)
         if folder:
             write_models(folder / FILE_NAME, [made])
-        times = [f"{made.seconds[who]['median'] * 1e3:.1f}" for who in ("torch", "openconv")]
-        table.add_row(name, str(n), lay, *times, f"{made.ratio:.2f}", f"{made.error:.1e}")
+        table.add_row(*model_row(made), f"{max(made.error, made.fused_error or 0.0):.1e}")
     console.print(table)

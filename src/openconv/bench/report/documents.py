@@ -16,10 +16,13 @@ from ...cpu.memory import LARGE
 from ...files import write_atomic
 from ..errors import ErrorRecord
 from ..graphs_results import FILE_NAME, GraphRecord, read_graphs
+from ..models import FILE_NAME as MODELS
+from ..models import ModelRecord, read_models
 from ..results import Record, results_folder
 from .drawing import png
 from .errors import by_figure, draw_errors
 from .graphs import graph_details, graph_means
+from .models import model_means
 from .runs import DIRECTION_ORDER, Run, grouped, load, problem_of
 from .tables import Ratios, baseline, choices, details, heuristic_loss, passes, summary
 from .winners import draw_winners, map_records
@@ -46,7 +49,8 @@ def render(root: Path | None = None) -> dict[Path, str]:
     readme = replace_part(readme, "results", _short(runs))
     graphs = {run.name: read_graphs(folder / run.name / FILE_NAME) for run in runs}
     pages = {root / "docs" / "results" / f"{run.name}.md": _machine_page(run, graphs[run.name]) for run in runs}
-    return {root / "README.md": readme, root / "docs" / "results.md": _overview(runs, graphs), **pages}
+    models = {run.name: read_models(folder / run.name / MODELS) for run in runs}
+    return {root / "README.md": readme, root / "docs" / "results.md": _overview(runs, graphs, models), **pages}
 
 
 def _recorded(folder: Path) -> list[Run]:
@@ -148,8 +152,11 @@ def _baseline_text(run: Run) -> str:
 # -- docs -------------------------------------------------------------------------------------------------------------
 
 
-def _overview(runs: Sequence[Run], graphs: Mapping[str, Sequence[GraphRecord]]) -> str:
-    """docs/results.md: for each machine the means, how good the choices were, and graphs where some are recorded."""
+def _overview(
+    runs: Sequence[Run], graphs: Mapping[str, Sequence[GraphRecord]], models: Mapping[str, Sequence[ModelRecord]]
+) -> str:
+    """docs/results.md: for each machine the means, how good the choices were, and models and graphs where some are
+    recorded."""
     explanation = (
         "Generated from `benchmarks/results` by `make docs`; `openconv report` makes plots and a page with filters of "
         "the same records. Ratios are the other library's time over ours, both in one process: above 1 openconv is "
@@ -164,6 +171,7 @@ def _overview(runs: Sequence[Run], graphs: Mapping[str, Sequence[GraphRecord]]) 
             f"Every layer, losses included: [{run.name}](results/{run.name}.md).",
             *_picture_links(run),
             *_means(run),
+            *model_means(models[run.name]),
             *graph_means(graphs[run.name]),
         ]
     parts.append("```{toctree}\n:hidden:\n:glob:\n\nresults/*\n```")
