@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -141,3 +144,17 @@ def test_filters_in_order_are_kept_until_they_change():
         changed = openconv.conv2d(x, w, padding=1)
     torch.testing.assert_close(changed, torch.nn.functional.conv2d(x, w, padding=1), rtol=1e-4, atol=1e-4)
     forget()
+
+
+def test_torch_may_keep_to_other_vectors_than_the_kernels():
+    """With ATEN_CPU_CAPABILITY set alone, memory that was laid out for torch's vectors was written beyond its end."""
+    code = """
+import torch, torch.nn.functional as F, openconv
+torch.manual_seed(0)
+for engine, dtype in (("cpu.direct", torch.float64), ("cpu.pixels", torch.float32)):
+    x, w, b = torch.randn(2, 8, 65, dtype=dtype), torch.randn(12, 8, 1, dtype=dtype), torch.randn(12, dtype=dtype)
+    torch.testing.assert_close(openconv.conv1d(x, w, b, engine=engine), F.conv1d(x, w, b))
+"""
+    variables = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -21,6 +21,7 @@ from . import direct_kernels as kernels
 from .direct_plan import CHUNK, Cut, Geometry, geometry_of, is_even, line_cycles
 from .matrices import Region, float_refusals, sum_error
 from .runtime import launch, numbering
+from .simd import LANE_BYTES
 
 __all__ = ["Direct", "Tile"]
 
@@ -102,15 +103,16 @@ def _even(count: int, most: int) -> int:
     return -(-count // -(-count // most))
 
 
-def _lanes(device: Device, size: int) -> int:
-    return device.lanes * 4 // size
+def _lanes(size: int) -> int:
+    """Of the kernels' vectors, not those that torch keeps to (ATEN_CPU_CAPABILITY): memory is laid out by them."""
+    return LANE_BYTES // size
 
 
 @lru_cache(1024)
 def _blocks(problem: Problem, device: Device) -> list[tuple[float, int, int]]:
     """(cycles for all outputs of a row or line and all channels, rows, across), the quickest first."""
     geometry = geometry_of(problem)
-    lanes, found = _lanes(device, geometry.size), []
+    lanes, found = _lanes(geometry.size), []
     line = geometry.columns if problem.direction != "wgrad" else _line(geometry)[1]
     if problem.macs < _TINY:
         return [(line * geometry.o, 4, 1)]
@@ -173,7 +175,7 @@ def _cut(problem: Problem, device: Device, knobs: Tile) -> Cut:
     """Whole rows that make up the pixels wanted, then whole images, as far as their slot is half a cache at most; a
     part of a row where one is too long."""
     geometry = geometry_of(problem)
-    lanes, threads = _lanes(device, geometry.size), device.threads
+    lanes, threads = _lanes(geometry.size), device.threads
     mode = _MODES.index(knobs.read)
     columns = geometry.columns
     if columns > max(knobs.pixels, knobs.rows) * 5 // 4:

@@ -19,6 +19,7 @@ from .direct_plan import is_even, line_cycles
 from .matrices import Region, float_refusals, sum_error
 from .pixels_kernels import CHUNK, TOGETHER, pixels_kernel
 from .runtime import launch, numbering
+from .simd import LANE_BYTES
 
 __all__ = ["Panels", "Pixels"]
 
@@ -125,8 +126,7 @@ class _Cut:
 @lru_cache(1024)
 def _knobs(problem: Problem, device: Device) -> tuple[Panels, ...]:
     _, outer = _channels(problem)
-    wide = device.lanes * 4 == 64
-    ways = sorted((14, 8) if wide else (6, 4), key=lambda rows: (line_cycles(outer, rows, _ACROSS), -rows))
+    ways = sorted((14, 8) if LANE_BYTES == 64 else (6, 4), key=lambda rows: (line_cycles(outer, rows, _ACROSS), -rows))
     found = [Panels(rows, vectors) for rows in ways for vectors in (48, 24, 96)]
     return (*found, Panels(ways[0], 2))
 
@@ -161,7 +161,7 @@ def _copy_cycles(problem: Problem, lanes: int) -> float:
 
 @lru_cache(1024)
 def _cut(problem: Problem, device: Device, knobs: Panels) -> _Cut:
-    lanes = device.lanes * 4 // DTYPE_BYTES[problem.result_dtype]
+    lanes = LANE_BYTES // DTYPE_BYTES[problem.result_dtype]  # of the kernel: torch may keep to fewer
     inner, outer = _channels(problem)
     pixels = problem.n * prod(problem.out)
     total = -(-pixels // lanes)
