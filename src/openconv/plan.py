@@ -33,7 +33,7 @@ from .device import Device
 from .engine import Engine, Runner
 from .epilogue import IDENTITY, Acc, Epilogue, Expr, Node, Operand
 from .evaluate import before, evaluate, evaluator_, finisher_, statistics
-from .prepared import prepared
+from .prepared import kept, prepared
 from .problem import Problem
 from .select import Candidate, Policy, choose, rank
 from .tensors import DTYPES, empty, guards, in_layout, memory_format, to_layout
@@ -202,8 +202,12 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
     if core.is_fused:
         call = _fused_call(core, candidate, runner)
     else:
-        real = _real_call(core, candidate, runner, device)
-        call = _around(problem, _wire(inner, core, real, bias, rest, engine.takes_epilogue), device)
+        if device.kind == "cpu" and inner.dtypes != core.dtypes and not inner.dtypes[0].startswith("complex"):
+            wired = _cast_call(inner, core, candidate, runner, device, bias, rest)
+        else:
+            real = _real_call(core, candidate, runner, device)
+            wired = _wire(inner, core, real, bias, rest, engine.takes_epilogue)
+        call = _around(problem, wired, device)
     if isinstance(device, CudaDevice) and candidate.workspace:
         call = _within_memory(call, problem, device, policy, candidate)
     elif isinstance(device, CudaDevice) and core == problem and not core.is_fused and bias is None and rest.is_identity:
@@ -507,14 +511,6 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
         a = a.resolve_conj()
         return [to_layout(part.to(dtype), layout) for part in (a.real, a.imag)]
 
-    # Filters of half precision are kept as they are computed with, so that engines can keep what they make of those.
-    keeps = problem.direction == "fprop" and core.dtypes[1] != problem.dtypes[1] and not complex_
-
-    def cast(b: Tensor) -> Tensor:
-        if not in_layout(b, b_layout):
-            return to_layout(b.to(b_dtype), b_layout)
-        return prepared(b, ("cast", b_dtype), lambda out: out.copy_(b), torch.empty_like(b, dtype=b_dtype))
-
     def general(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
         values = dict(zip(names, operands, strict=True))
         if complex_:
@@ -525,13 +521,114 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
             return to_layout(evaluate(rest, torch.complex(re, im), values).to(out_dtype), out_layout)
         values = {name: value.to(core_dtype) for name, value in values.items()}
         vector = values[bias].contiguous() if bias else none
-        filters = cast(b) if keeps else to_layout(b.to(b_dtype), b_layout)
-        out = real(to_layout(a.to(a_dtype), a_layout), filters, vector)
+        out = real(to_layout(a.to(a_dtype), a_layout), to_layout(b.to(b_dtype), b_layout), vector)
         return to_layout(finish(out, values).to(out_dtype), out_layout)  # an operand may have led to its own strides
 
     if takes_epilogue and plain:
         return fused
     return simple if plain else general if activate is None else activated
+
+
+def _cut(problem: Problem, core: Problem, device: Device, candidate: Candidate, rest: Epilogue) -> Any:
+    """How much is cast and computed at a time by one thread, in its own cache; None for all at once."""
+    kinds = set(problem.dtypes)
+    if device.kind != "cpu" or kinds not in ({"f16"}, {"bf16"}) or problem.layouts != core.layouts:
+        return None
+    if not rest.is_identity:
+        return None
+    from .cpu.casts import cut_of
+
+    return cut_of(core, kinds.pop(), candidate.engine, device)
+
+
+def _cast_call(
+    problem: Problem, core: Problem, candidate: Candidate, runner: Runner, device: Device, bias: str | None,
+    rest: Epilogue,
+) -> Any:  # fmt: skip
+    """The whole call of a problem that the CPU computes in another dtype than that of its tensors.
+
+    What is computed with, the sums and the workspace lie in memory that is kept from call to call. Filters of a fprop
+    are kept as they are computed with, so that engines can keep what they make of those.
+    """
+    shapes = problem.x_shape, problem.w_shape, problem.y_shape
+    dtypes = [DTYPES[name] for name in core.dtypes]
+    strides = [
+        empty(shape, dtype, layout, torch.device("meta")).stride()
+        for shape, dtype, layout in zip(shapes, dtypes, core.layouts, strict=True)
+    ]
+    (first, second), result = problem.inputs, problem.result
+    out_dtype, out_layout = DTYPES[problem.result_dtype], problem.layouts[result]
+    out_strides = empty(shapes[result], out_dtype, out_layout, torch.device("meta")).stride()
+    large = out_dtype.itemsize * prod(shapes[result]) >= LARGE
+    names = [operand.name for operand in problem.epilogue.operands]
+    finish, keeps = evaluator_(rest), problem.direction == "fprop"
+    pieces = None
+    if (cut := _cut(problem, core, device, candidate, rest)) is not None:
+        from .cpu.casts import build
+
+        pieces = build(core, problem.dtypes[0], candidate.engine, candidate.knobs, device, cut, bias is not None)
+    ours = [at for at in range(3) if core.dtypes[at] != problem.dtypes[at] and not (keeps and at == 1)]
+    if pieces is not None:
+        ours = [1] if problem.direction == "dgrad" else []
+    places, size = {}, _lines(candidate.workspace if pieces is None else pieces.bytes)
+    for at in ours:
+        each = dtypes[at].itemsize
+        places[at], size = size // each, size + _lines(each * prod(shapes[at]))
+
+    def cast(value: Tensor, at: int, memory: Tensor) -> Tensor:
+        """The input as it is computed with."""
+        if at in places:
+            return room(at, memory).copy_(value)
+        if value.dtype is dtypes[at] or not in_layout(value, core.layouts[at]):
+            return to_layout(value.to(dtypes[at]), core.layouts[at])
+        key = "cast", dtypes[at]
+        if (made := kept(value, key)) is not None:
+            return made
+        return prepared(value, key, lambda out: out.copy_(value), torch.empty_like(value, dtype=dtypes[at]))
+
+    def room(at: int, memory: Tensor) -> Tensor:
+        storage = memory.untyped_storage()
+        return torch.empty(0, dtype=dtypes[at]).set_(storage, places[at], shapes[at], strides[at])
+
+    def fresh() -> Tensor:
+        if large:
+            return large_tensor(shapes[result], out_strides, out_dtype)
+        return torch.empty_strided(shapes[result], out_strides, dtype=out_dtype)
+
+    def run(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        values = {name: value.to(dtypes[result]) for name, value in zip(names, operands, strict=True)}
+        vector = values[bias].contiguous() if bias else None
+        a, b = a.detach() if a.requires_grad else a, b.detach() if b.requires_grad else b
+        if size >= FRESH:
+            return within(a, b, values, vector, large_tensor((size,), (1,), torch.uint8))
+        memory = borrow(size)
+        out = within(a, b, values, vector, memory)
+        give_back(memory)
+        return out
+
+    def whole(a: Tensor, b: Tensor, values: dict[str, Tensor], vector: Tensor | None, memory: Tensor) -> Tensor:
+        sums = room(result, memory) if result in places else fresh()
+        workspace = memory[: candidate.workspace] if candidate.workspace else None
+        runner(cast(a, first, memory), cast(b, second, memory), sums, workspace, vector)
+        made = finish(sums, values)
+        if result in places:
+            return fresh().copy_(made)
+        return to_layout(made.to(out_dtype), out_layout)  # an operand may have led to its own strides
+
+    def in_pieces(a: Tensor, b: Tensor, values: dict[str, Tensor], vector: Tensor | None, memory: Tensor) -> Tensor:
+        assert pieces is not None
+        out, a = fresh(), to_layout(a, core.layouts[first]).resolve_neg()
+        b = cast(b, second, memory) if second == 1 else to_layout(b, core.layouts[second]).resolve_neg()
+        pieces.run(a, b, out, memory, vector)
+        return out
+
+    within = whole if pieces is None else in_pieces
+    return run
+
+
+def _lines(size: int) -> int:
+    """So many bytes, in whole lines of the cache."""
+    return -(-size // 64) * 64
 
 
 def _empty_call(problem: Problem) -> Any:
