@@ -43,7 +43,8 @@ __all__ = ["ENGINES", "Pieces", "available", "build", "cut_of"]
 ENGINES = ("cpu.depthwise", "cpu.filter2d")
 """Those whose runs are launches of kernels on addresses and nothing else."""
 
-_SHARE = 0.6  # of the second-level cache, for the f32 of a piece: low precision streams past it
+_MOST = 8  # second-level caches that the f32 of a piece of a wgrad may fill: more is as slow as whole tensors
+_BEYOND = 1.5  # what moving takes there, against within the cache
 _TASKS = 8  # pieces at least, where there are channels enough, whatever the number of threads: bits must not follow it
 _THREAD_MACS = 100_000  # some 10 us of work, for which another thread is worth waking
 _TASK = 4000  # elements that could be moved while a piece begins: its launches and its weights, about 1 us
@@ -112,11 +113,12 @@ def cut_of(core: Problem, dtype: str, engine: Engine, device: Device) -> Cut | N
     for cut in cuts:
         inside = _rows_in(core, cut.rows)
         size = images * cut.channels * _moved(core, inside, cut.rows)
-        if 4 * size > _SHARE * device.cache_bytes:
+        beyond = 4 * size > device.cache_bytes
+        if beyond and (not wgrad or 4 * size > _MOST * device.cache_bytes):
             continue
         tasks = core.n // images * -(-core.c // cut.channels) * -(-rows // cut.rows)
         runs = size // cut.channels if nhwc and cut.channels < core.c else 0
-        took = -(-tasks // threads) * (size + _RUN * runs + _TASK)
+        took = -(-tasks // threads) * (size * (_BEYOND if beyond else 1.0) + _RUN * runs + _TASK)
         if best is None or took < least:
             best, least = cut, took
     return best
