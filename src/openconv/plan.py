@@ -240,7 +240,8 @@ def steps_of(problem: Problem, device: Device, candidate: Candidate, policy: Pol
 def _all_steps(problem: Problem, core: Problem, device: Device, candidate: Candidate) -> tuple[str, ...]:
     """The steps around the engine's core, with those of torch where it is not fused."""
     inner = problem if core.is_fused else _apart(problem, device)
-    steps = _steps(inner, core, candidate, *_taken(inner, core, candidate.engine))
+    bias, rest = _taken(inner, core, candidate.engine)
+    steps = _steps(inner, core, candidate, bias, rest, _cut(inner, core, device, candidate, rest))
     if inner is not problem:
         if not problem.prologue.is_identity:
             steps.insert(0, f"compute x{problem.prologue} with torch")
@@ -277,7 +278,9 @@ def _within_memory(call: Any, problem: Problem, device: Device, policy: Policy, 
     return run
 
 
-def _steps(problem: Problem, core: Problem, candidate: Candidate, bias: str | None, rest: Epilogue) -> list[str]:
+def _steps(
+    problem: Problem, core: Problem, candidate: Candidate, bias: str | None, rest: Epilogue, cut: Any
+) -> list[str]:  # fmt: skip
     """What happens in a call, in order, one phrase each."""
     names = ("x", "w", "y")
     steps = [
@@ -295,6 +298,8 @@ def _steps(problem: Problem, core: Problem, candidate: Candidate, bias: str | No
         fused = f" with {core.epilogue}"
     if core.is_fused:
         fused = f" with {core.fusion}"
+    if cut is not None:
+        fused += f", with its casts in {cut.pieces} pieces"
     told = candidate.engine.told(core, candidate.knobs)
     name = candidate.engine.name
     steps.append(f"run {name}: {times}{told}{fused}" if told else f"run {name} {times}[{candidate.knobs}]{fused}")
@@ -577,10 +582,10 @@ def _cast_call(
 
     def cast(value: Tensor, at: int, memory: Tensor) -> Tensor:
         """The input as it is computed with."""
-        if at in places:
-            return room(at, memory).copy_(value)
         if value.dtype is dtypes[at] or not in_layout(value, core.layouts[at]):
             return to_layout(value.to(dtypes[at]), core.layouts[at])
+        if at in places:
+            return room(at, memory).copy_(value)
         key = "cast", dtypes[at]
         if (made := kept(value, key)) is not None:
             return made

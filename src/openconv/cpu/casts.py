@@ -21,7 +21,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,17 +79,17 @@ class Pieces:
     """``run(a, b, out, scratch, bias)``, in pieces: a and out of low precision, b as well in a wgrad and else of f32;
     ``scratch`` has ``bytes`` bytes."""
 
-    count: int
     bytes: int
     run: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
     kinds: tuple[_Kind, ...]
 
 
 class Cut(NamedTuple):
-    """A piece: so many channels, and so many rows of the result, counted along its first axis."""
+    """So many channels and rows of the result, counted along its first axis, are a piece; there are so many pieces."""
 
     channels: int
     rows: int
+    pieces: int
 
 
 def cut_of(core: Problem, dtype: str, engine: Engine, device: Device) -> Cut | None:
@@ -102,29 +102,46 @@ def cut_of(core: Problem, dtype: str, engine: Engine, device: Device) -> Cut | N
     """
     if engine.name not in ENGINES or core.groups != core.c or not available(dtype) or set(core.dtypes) != {"f32"}:
         return None
-    wgrad, nhwc = core.direction == "wgrad", core.rank > 1 and core.layouts[0] == "nhwc"
-    rows, step = core.spatial[0] if core.direction == "dgrad" else core.out[0], _step(core, engine)
-    channels = [min(core.c, each) for each in range(step, core.c + step, step)]
-    cuts = [Cut(each, rows) for each in channels if wgrad or not nhwc]
+    wgrad, nhwc = core.direction == "wgrad", _is_nhwc(core)
+    rows, step = core.spatial[0] if core.direction == "dgrad" else core.out[0], _step(engine)
+    channels = [min(core.c, step * each) for each in _parts(-(-core.c // step))]
+    ways = [(each, rows) for each in channels if wgrad or not nhwc]
     if not wgrad and core.rank > 1:
-        cuts += [Cut(core.c if nhwc else channels[0], each) for each in range(1, rows + nhwc)]
+        ways += [(core.c if nhwc else min(channels), each) for each in _parts(rows)]
     images, threads = (core.n, _TASKS) if wgrad else (1, device.threads)
     best, least = None, 0.0
-    for cut in cuts:
-        inside = _rows_in(core, cut.rows)
-        size = images * cut.channels * _moved(core, inside, cut.rows)
+    for some, few in ways:
+        size = images * some * _moved(core, _rows_in(core, few), few)
         beyond = 4 * size > device.cache_bytes
         if beyond and (not wgrad or 4 * size > _MOST * device.cache_bytes):
             continue
-        tasks = core.n // images * -(-core.c // cut.channels) * -(-rows // cut.rows)
-        runs = size // cut.channels if nhwc and cut.channels < core.c else 0
-        took = -(-tasks // threads) * (size * (_BEYOND if beyond else 1.0) + _RUN * runs + _TASK)
+        pieces = core.n // images * -(-core.c // some) * -(-rows // few)
+        if wgrad and pieces < 2:  # the whole has work for several threads
+            continue
+        runs = size // some if nhwc and some < core.c else 0
+        took = -(-pieces // threads) * (size * (_BEYOND if beyond else 1.0) + _RUN * runs + _TASK)
         if best is None or took < least:
-            best, least = cut, took
-    return best
+            best, least = Cut(some, few, pieces), took
+    if best is None or (bands := _bands(core, best.rows)) is None:
+        return None
+    refused = (engine.refusals(_piece(core, best.channels, band), device) for band in bands)
+    return best if all(next(reasons, None) is None for reasons in refused) else None
 
 
-def _step(core: Problem, engine: Engine) -> int:
+def _parts(count: int) -> list[int]:
+    """What 1, 2, 3, ... parts of so many are, at most; from 32 parts on not every number of them."""
+    found, parts = [], 1
+    while parts <= count:
+        found.append(-(-count // parts))
+        parts += 1 + parts // 32
+    return found
+
+
+def _is_nhwc(core: Problem) -> bool:
+    return core.rank > 1 and core.layouts[0] == "nhwc"
+
+
+def _step(engine: Engine) -> int:
     """Channels that an engine computes together: as many as a vector has, where its lanes are channels."""
     return lanes(np.float32) if engine.name == "cpu.depthwise" else 1
 
@@ -186,28 +203,21 @@ def _bands(core: Problem, rows: int) -> list[_Band] | None:
     return bands
 
 
-def build(
-    core: Problem, dtype: str, engine: Engine, knobs: object, device: Device, cut: Cut, bias: bool
-) -> Pieces | None:  # fmt: skip
-    """Compile what is cut so; None where the engine does not take a piece."""
+def build(core: Problem, dtype: str, engine: Engine, knobs: Any, device: Device, cut: Cut, bias: bool) -> Pieces:
+    """Compile what is cut so."""
     bands = _bands(core, cut.rows)
-    if bands is None:
-        return None
+    assert bands is not None, "cut_of has looked"
     slices = [(first, min(cut.channels, core.c - first)) for first in range(0, core.c, cut.channels)]
-    alone, kinds = replace(device, threads=1), {}
-    for size, band in {(size, band.shape): (size, band) for _, size in slices for band in bands}.values():
-        piece = _piece(core, size, band)
-        if next(iter(engine.refusals(piece, alone)), None) is not None:
-            return None
-        kinds[size, band.shape] = _Kind(core, piece, engine, knobs, alone, bias)
+    alike = {(size, band.shape): (size, band) for _, size in slices for band in bands}
+    alone = replace(device, threads=1)
+    kinds = {key: _Kind(core, _piece(core, *each), engine, knobs, alone, bias) for key, each in alike.items()}
     per_thread = max(kind.bytes for kind in kinds.values())
-    places = len(slices) * len(bands)
-    tasks = places * (1 if core.direction == "wgrad" else core.n)
-    threads = max(1, min(device.threads, tasks, core.macs // _THREAD_MACS))
+    threads = max(1, min(device.threads, cut.pieces, core.macs // _THREAD_MACS))
 
     (first, second), result = core.inputs, core.result
     table = [0] * WORDS
-    table[TASKS], table[PLACES], table[THREAD_BYTES] = tasks, places, per_thread
+    places = len(slices) * len(bands)
+    table[TASKS], table[PLACES], table[THREAD_BYTES] = cut.pieces, places, per_thread
     table[INPUTS] = 2 if core.direction == "wgrad" else 1
     table[A_IMAGE], table[B_IMAGE], table[OUT_IMAGE] = (prod(_shapes(core)[at][1:]) for at in (first, second, result))
     at, words = {}, WORDS + PLACE_WORDS * places
@@ -226,7 +236,7 @@ def build(
         given = kept.data_ptr(), a.data_ptr(), b.data_ptr(), out.data_ptr(), vector, mine
         launch(work, (*given, threads, numbering(threads), *[0] * threads), threads)
 
-    return Pieces(tasks, per_thread * threads + _LINE, run, tuple(kinds.values()))
+    return Pieces(per_thread * threads + _LINE, run, tuple(kinds.values()))
 
 
 def _shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
@@ -244,7 +254,7 @@ def _piece(core: Problem, channels: int, band: _Band) -> Problem:
 
 def _place_words(core: Problem, channel: int, band: _Band, kind: int) -> list[int]:
     """Where a piece begins in each tensor of one image, in elements, and its kind."""
-    fan, nhwc = core.k // core.c, core.rank > 1 and core.layouts[0] == "nhwc"
+    fan, nhwc = core.k // core.c, _is_nhwc(core)
     filters = channel * fan * prod(core.filter)
 
     def begin(at: int) -> int:
@@ -265,7 +275,7 @@ def _place_words(core: Problem, channel: int, band: _Band, kind: int) -> list[in
 class _Kind:
     """Pieces that are alike: the words of the table, and the bytes of f32 and of the engine's workspace."""
 
-    def __init__(self, core: Problem, piece: Problem, engine: Engine, knobs: object, device: Device, bias: bool) -> None:
+    def __init__(self, core: Problem, piece: Problem, engine: Engine, knobs: Any, device: Device, bias: bool) -> None:
         wgrad, shapes = core.direction == "wgrad", _shapes(piece)
         self.runner: Runner = engine.build(piece, device, knobs)  # owns what the launches read
         workspace = engine.workspace_bytes(piece, device, knobs)
@@ -309,7 +319,7 @@ def _runs(piece: Problem, core: Problem, index: int, places: dict[int, int]) -> 
     shape, whole, place = _shapes(piece)[index], _shapes(core)[index], places.get(index, 0)
     if index == 1 or shape[1:] == whole[1:]:
         return 1, prod(shape), 0, place
-    if core.rank == 1 or core.layouts[0] == "nchw":
+    if not _is_nhwc(core):
         if shape[2:] == whole[2:]:
             return shape[0], prod(shape[1:]), prod(whole[1:]), place
         return shape[1], prod(shape[2:]), prod(whole[2:]), place

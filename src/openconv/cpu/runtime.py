@@ -264,7 +264,8 @@ _notes: dict[int, list[tuple[Kernel, tuple[int, ...]]]] = {}  # of each thread t
 
 def noted(run: Callable[[], object]) -> list[tuple[Kernel, tuple[int, ...]]]:
     """The launches of a call, none of which is made: for kernels that make them themselves (`casts`)."""
-    _notes[get_ident()] = notes = []
+    notes: list[tuple[Kernel, tuple[int, ...]]] = []
+    _notes[get_ident()] = notes
     try:
         run()
     finally:
