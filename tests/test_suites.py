@@ -131,7 +131,7 @@ def test_the_suites_that_are_promised_are_there():
         "resnet50", "vgg16", "mobilenet_v2", "efficientnet_b0", "convnext_tiny", "resnext50",
         "stable_diffusion_unet", "stable_diffusion_vae", "deeplab", "wavenet", "mamba", "audio", "video", "patch_embed",
         "dcgan", "depthwise", "first_rungs", "image_filters", "stems", "reported", "reported_cpu", "reported_large",
-        "fused", "long_filters", "map", "overhead", "smoke",
+        "fused", "long_filters", "low_precision", "map", "overhead", "smoke",
     }  # fmt: skip
 
 
