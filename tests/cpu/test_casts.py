@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ SMALL = replace(DEVICE, threads=2, cache_bytes=40_000)  # cuts small problems, t
 needs_f16 = pytest.mark.skipif(not available("f16"), reason="the machine has no instructions for f16")
 
 
-def inputs(problem: Problem, seed: int = 0) -> list[torch.Tensor]:
+def inputs(problem: Problem, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     shapes = problem.x_shape, problem.w_shape, problem.y_shape
     return [
@@ -39,14 +40,15 @@ def in_f32(problem: Problem) -> Problem:
     return problem.with_(dtypes="f32")
 
 
-def expected(problem: Problem, device, policy: Policy, given, operands=()) -> torch.Tensor:
+def expected(problem: Problem, device: Any, policy: Policy, given: Any, operands: Any = ()) -> torch.Tensor:
     """What casts by torch around the engine in f32 leave."""
     plan = make_plan(in_f32(problem), device, policy)
-    made = plan(*[value.float() for value in given], [value.float() for value in operands])
+    a, b = (value.float() for value in given)
+    made: torch.Tensor = plan(a, b, [value.float() for value in operands])
     return made.to(DTYPES[problem.result_dtype])
 
 
-def cut(problem: Problem, device=SMALL, engine: str = "cpu.depthwise"):
+def cut(problem: Problem, device: Any = SMALL, engine: str = "cpu.depthwise") -> Any:
     return cut_of(in_f32(problem), problem.dtypes[0], engine_named(engine), device)
 
 
@@ -92,7 +94,7 @@ def test_f16_in_pieces_with_a_bias(direction):
     operands = [] if direction == "wgrad" else [torch.randn(24).half()]
     policy, given = Policy(engine="cpu.depthwise"), inputs(problem)
     assert cut(problem.with_(epilogue="")).pieces > 1
-    got = make_plan(problem, SMALL, policy)(*given, operands)
+    got = make_plan(problem, SMALL, policy)(given[0], given[1], operands)
     assert torch.equal(got, expected(problem, SMALL, policy, given, operands))
 
 
@@ -127,8 +129,8 @@ def test_sums_are_rounded_as_torch_rounds_them(dtype):
     problem = Problem.parse(f"fprop n1 c{channels} h1 w1 k{channels} r1 s1 g{channels} {dtype} +bias")
     core = in_f32(problem)
     engine = engine_named("cpu.depthwise")
-    found = cut_of(core, dtype, engine, SMALL)
-    pieces = casts.build(core, dtype, engine, engine.knobs(core, SMALL)[0], SMALL, found, True)
+    found: Any = cut_of(core, dtype, engine, SMALL)
+    pieces = casts.build(core, dtype, engine, next(iter(engine.knobs(core, SMALL))), SMALL, found, True)
     x, w = torch.zeros(problem.x_shape, dtype=DTYPES[dtype]), torch.zeros(problem.w_shape)
     got = torch.full(problem.y_shape, torch.nan, dtype=DTYPES[dtype])
     pieces.run(x, w, got, torch.empty(pieces.bytes, dtype=torch.uint8), values)
@@ -169,7 +171,7 @@ def test_parts_are_few_and_end_with_one():
 def test_launches_are_noted_and_not_made():
     problem = Problem.parse("fprop n1 c16 h8 w8 k16 r3 s3 pad1 g16")
     engine = engine_named("cpu.depthwise")
-    knobs = engine.knobs(problem, SMALL)[0]
+    knobs = next(iter(engine.knobs(problem, SMALL)))
     run, space = engine.build(problem, SMALL, knobs), engine.workspace_bytes(problem, SMALL, knobs)
     (x, w), y = inputs(problem), torch.full(problem.y_shape, torch.nan)
     workspace = torch.empty(space, dtype=torch.uint8)
@@ -203,7 +205,7 @@ def test_an_epilogue_is_computed_in_f32_and_rounded_once(epilogue, engine):
     operands = [torch.randn(16).bfloat16()]
     operands += [torch.randn(problem.y_shape).bfloat16()] if "residual" in epilogue else []
     given, policy = inputs(problem), Policy(engine=engine)
-    got = make_plan(problem, SMALL, policy)(*given, operands)
+    got = make_plan(problem, SMALL, policy)(given[0], given[1], operands)
     assert torch.equal(got, expected(problem, SMALL, policy, given, operands))
 
 
@@ -254,13 +256,15 @@ def test_changed_filters_are_cast_anew():
 
 
 def test_gradients_of_low_precision_are_those_of_the_passes():
-    x, w = torch.randn(2, 16, 12, 12).bfloat16().requires_grad_(), torch.randn(16, 1, 3, 3).bfloat16().requires_grad_()
+    given = torch.randn(2, 16, 12, 12).bfloat16(), torch.randn(16, 1, 3, 3).bfloat16()
+    x, w = (value.requires_grad_() for value in given)
     dy = torch.randn(2, 16, 10, 10).bfloat16()
     openconv.conv2d(x, w, groups=16).backward(dy)
     xf, wf = (value.detach().float().requires_grad_() for value in (x, w))
     openconv.conv2d(xf, wf, groups=16).backward(dy.float())
-    assert torch.equal(x.grad, xf.grad.bfloat16())
-    torch.testing.assert_close(w.grad, wf.grad.bfloat16())
+    grads: list[Any] = [x.grad, xf.grad, w.grad, wf.grad]
+    assert torch.equal(grads[0], grads[1].bfloat16())
+    torch.testing.assert_close(grads[2], grads[3].bfloat16())
 
 
 def test_the_steps_say_what_is_cut():
