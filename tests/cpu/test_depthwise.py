@@ -7,7 +7,9 @@ import math
 import pytest
 from hypothesis import given, settings
 
+from openconv.cpu import depthwise
 from openconv.cpu.depthwise import Depthwise
+from openconv.cpu.runtime import launch
 from openconv.problem import DIRECTIONS
 from tests.support import (
     LAYOUTS,
@@ -41,6 +43,9 @@ LAYERS = (
     "n2 c20 w131 k20 s4 pad3:0 g20",
     "n1 c2 h5 w4 k2 r9 s8 pad5 g2",
 )
+# Rows of 7 and 14 pixels are blocks of 7, with padding on both sides of one block; in nchw several vectors of channels
+# share a tile, and the last one has channels left over.
+NARROW, NARROW_7X7 = "n2 c77 h7 w7 k77 r3 s3 pad1 g77", "n1 c84 h9 w14 k84 r7 s7 pad3 g84"
 # Wider than a panel, and filters taller than the block of rows: both have been wrong.
 LARGE = (
     "n1 c1 h2 w4 k1 r1 s1 pad0,0:1",  # small, but rows of y wider than those of x
@@ -59,6 +64,22 @@ def test_right_on_layers(at, direction):
     problem = make(LAYERS[at], direction, layout=LAYOUTS[(at + DIRECTIONS.index(direction)) % 2])
     if accepts(ENGINE, problem):
         check_engine(ENGINE, problem)
+
+
+@pytest.mark.parametrize("direction", ["fprop", "wgrad"])
+@pytest.mark.parametrize(("text", "layout"), [(NARROW, "nchw"), (NARROW, "nhwc"), (NARROW_7X7, "nchw")])
+def test_right_on_narrow_images(text, layout, direction):
+    problem = make(text, direction, layout=layout)
+    check_engine(ENGINE, problem)
+    check_locality(ENGINE, problem)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_shares_of_threads_that_never_come_are_done_by_others(direction, layout, monkeypatch):
+    """OpenMP may grant fewer threads than asked for; each has a share of the tiles."""
+    monkeypatch.setattr(depthwise, "launch", lambda work, args, threads: launch(work, args, 1))
+    check_engine(ENGINE, make("n3 c37 h17 w18 k37 r3 s3 pad1 g37", direction, layout=layout), seed=2)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

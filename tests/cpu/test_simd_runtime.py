@@ -23,25 +23,31 @@ from openconv.cpu.simd import (
     argument,
     atomic_add,
     broadcast,
+    enter_share,
     fill,
     fma,
     horizontal_sum,
     inline,
     lanes,
     load,
+    load_block,
     load_clipped,
     load_even,
     load_scalar,
     maximum,
     minimum,
     mul,
+    next_of_static,
     next_tile,
     pack,
     store,
+    store_block,
     store_clipped,
+    store_first,
     store_scalar,
     sub,
     thread_index,
+    transpose,
     unpack,
     zero,
 )
@@ -140,6 +146,33 @@ def test_memory(T):
     np.testing.assert_array_equal(out[-1], x[::2])
 
 
+@functools.cache
+def square_kernel(T):
+    L, V = lanes(T), lanes(T) * np.dtype(T).itemsize
+
+    @kernel
+    def square(block):
+        x, turned, first = argument(block, 0), argument(block, 1), argument(block, 2)
+        rows = load_block(T, L, x, V)
+        store_block(transpose(rows), turned, V)
+        for count in range(L + 2):
+            store_first(rows, first + count * L * V, V, count)
+
+    return square
+
+
+@pytest.mark.parametrize("T", DTYPES)
+def test_squares(T):
+    """Transposed, and the first vectors of one stored."""
+    L = lanes(T)
+    x = np.arange(1, L * L + 1).astype(T).reshape(L, L)
+    turned, first = np.zeros((L, L), T), np.zeros((L + 2, L, L), T)
+    launch(square_kernel(T), (x.ctypes.data, turned.ctypes.data, first.ctypes.data), 1)
+    np.testing.assert_array_equal(turned, x.T)
+    for count in range(L + 2):
+        np.testing.assert_array_equal(first[count], np.where(np.arange(L)[:, None] < count, x, 0))
+
+
 def test_a_vector_is_one_register_and_fma_one_instruction():
     assembly = arithmetic_kernel(np.float32).assembly()
     if runtime.cpu_info().vector_bytes * 8 // 32 == lanes(np.float32) and "vfmadd" in assembly:
@@ -184,6 +217,28 @@ def test_every_tile_is_drawn_once(threads):
         visits, per_thread = drawn(threads)
         assert (visits == 1).all()
         assert per_thread.sum() == len(visits)
+
+
+@kernel
+def count_shares(block):
+    """visits[task] += 1 for each task, of one's own share or of a thread that is late."""
+    tasks, threads, visits = argument(block, 0), argument(block, 1), argument(block, 2)
+    number = thread_index(block)
+    enter_share(block, 3, number)
+    task, away = next_of_static(block, 3, threads, number, 0, tasks)
+    while task >= 0:
+        atomic_add(visits + 8 * task, 1)
+        task, away = next_of_static(block, 3, threads, number, away, tasks)
+
+
+@pytest.mark.usefixtures("team")
+@pytest.mark.parametrize(("threads", "come"), [(1, 1), (2, 2), (7, 7), (7, 2), (3, 1)])
+def test_every_share_is_done_once_whoever_comes(threads, come):
+    for tasks in (1, 5, 500):
+        for _ in range(5):
+            visits = np.zeros(tasks, np.int64)
+            launch(count_shares, (tasks, threads, visits.ctypes.data, *[0] * threads), come)
+            assert (visits == 1).all()
 
 
 @pytest.mark.usefixtures("team")

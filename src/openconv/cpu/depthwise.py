@@ -11,18 +11,24 @@ A core starts two of either kind in a cycle, so that multiply-adds set the pace.
 
 **Lanes are channels.** In nhwc they lie side by side: x is read where it is, and all channels of a block of pixels are
 done before the next block, so that memory is passed over in its own order. Rows outside the image are left out; blocks
-and pixels at its left and right border take a path of their own.
+at its left and right border jump over the columns outside, whose products are then not made either (`slide_inside`).
 In nchw, squares of L planes by L pixels are transposed on their way into scratch memory, a strip of rows at a time and
-with zeros on both sides, and results on their way out. That costs about 10 cycles for a vector of results, next to 5
+with zeros on both sides, and results on their way out. That costs about 7 cycles for a vector of results, next to 5
 for a 3x3 filter, but then nothing depends on the width of the image: a row of 7 columns would fill half a vector.
 The same scratch memory serves all that does not fit the direct path: several filters for a channel, and fewer channels
 than lanes.
 
+**A thread writes what it wrote in the last call.** Each has a share of the tiles that is one piece of the result, and
+leaves those of others alone unless they are far behind (`simd.next_of_static`): lines that another core wrote last take
+long to get. Nor is there a masked store on the way, which does not scale on AMD's cores: 3x3 on 960 channels of 7x7
+pixels took 145 us on two cores and 143 on one with the masks of AVX2, 67 and 121 without. With tiles drawn from one
+counter as well, two cores took longer than one for 18 of 84 layers (AMD EPYC).
+
 A dgrad of stride 1 is a filter turned by half a turn. A dgrad of stride s is s filters along each axis, one for each
 remainder of the position in dx modulo s (`_Phase`): no zeros are inserted, no product is made that is not in the sum.
 
-Taps on padding are left out (rows) or multiply a zero (columns); weights are never made up, so that an infinity in x
-reaches those results alone whose window holds it.
+Taps on padding are left out, or multiply a zero (columns, under small filters in scratch memory); weights are never
+made up, so that an infinity in x reaches those results alone whose window holds it.
 """
 
 from __future__ import annotations
@@ -43,7 +49,7 @@ from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
 from ..problem import DTYPE_BYTES, Problem
 from .matrices import sum_error
-from .runtime import Kernel, kernel, launch
+from .runtime import Kernel, kernel, launch, numbering
 from .simd import (
     LANE_BYTES,
     argument,
@@ -54,6 +60,7 @@ from .simd import (
     emit_row,
     emit_rows,
     emit_store,
+    enter_share,
     fill,
     fill_like,
     inline,
@@ -65,6 +72,7 @@ from .simd import (
     load_clipped,
     load_like,
     load_scalar,
+    next_of_static,
     next_tile,
     pack,
     prefetch,
@@ -72,8 +80,9 @@ from .simd import (
     store_block,
     store_block_clipped,
     store_clipped,
+    store_first,
     store_scalar,
-    thread_index,
+    thread_number,
     transpose,
     unpack,
     zero,
@@ -82,12 +91,16 @@ from .simd import (
 __all__ = ["Depthwise", "DepthwiseKnobs"]
 
 # Pixels of a block: 8 sums, 7 weights and a value of x fill AVX2's 16 registers, and 8 sums hide the latency of 4
-# cycles at two multiply-adds a cycle. Larger blocks gain nothing with AVX-512, as rows of 7 and 14 are common.
+# cycles at two multiply-adds a cycle. Rows of 7, 14 and 28 pixels are whole blocks of 7. Larger blocks gain nothing
+# with AVX-512, as such rows are common.
 BIG, SMALL = 8, 4
 MOST_TAPS = 7  # at once
-BORDER_TAPS = 5  # from which blocks at the border beat single pixels there (7x7 on 7x7 pixels: 46 us against 82)
+GUARDED_TAPS = 5  # from which it pays to jump over columns of padding where zeros are at hand
 WGRAD_TASKS = 16  # whatever the number of threads: the order of the sums must not depend on it
 WGRAD_PIXELS = 256  # that f32 adds up before f64 takes over
+CHUNK_PIXELS = 28  # of a row, times vectors of channels, in scratch memory
+KEPT_BYTES = 512 << 10  # of weights in a thread's scratch memory: half of a second-level cache
+APART = 4096  # bytes between the scratch memory of threads: what a core fetches ahead should not be another's
 THREAD_MACS = 100_000  # some 10 us of work, for which another thread is worth waking
 
 _DTYPES: dict[str, type] = {"f32": np.float32, "f64": np.float64}
@@ -140,39 +153,43 @@ class Depthwise(Engine):
         return tuple(DepthwiseKnobs(block) for block in (usual, usual * 2, usual // 2))
 
     def cost(self, problem: Problem, device: Device, knobs: DepthwiseKnobs) -> float:
-        # Measured on two cores. A pass over memory runs at a copy's bandwidth in nhwc and, with its transposes, at 0.57
-        # of it in nchw, and narrow rows take longer; multiply-adds at 0.6 of the matrix rate with AVX2, and at 0.42 of
-        # the higher one of AVX-512. Lanes without a channel are paid for like the others.
+        # Measured on two cores, in shares of the device's ceilings, which are another machine's: so that it predicts
+        # 2.3 times what was measured on an AMD EPYC with AVX2, as other engines do. A pass over memory runs at a copy's
+        # bandwidth in nhwc and, with its transposes, at 0.75 of it in nchw; multiply-adds at 0.8 of the matrix rate
+        # with AVX2, and at 0.56 of the higher one of AVX-512. Lanes without a channel are paid for like the others.
         size, direct = DTYPE_BYTES[problem.dtypes[0]], _is_direct(problem)
-        L, width = device.lanes * 4 // size, problem.spatial[-1]
+        L = device.lanes * 4 // size
         waste = 1.0 if direct else -(-problem.k // L) * L / problem.k
-        moving = problem.min_bytes * waste * (1 + (4 if direct else 8) / width) / device.bandwidth
-        rate = device.flops * 4 / size * (0.42 if device.lanes >= 16 else 0.6)
-        arithmetic = 2.0 * problem.macs * waste / (rate * 0.7 if problem.direction == "wgrad" else rate)
+        moving = problem.min_bytes * waste / device.bandwidth
+        rate = device.flops * 4 / size * (0.56 if device.lanes >= 16 else 0.8)
+        arithmetic = 2.0 * problem.macs * waste / rate
         if problem.k != problem.c:
             # Filters that share a channel: one value of x is spread over the lanes for each, and a stride keeps those
             # of neighbouring results apart. 12 ns a result and 1 ns a product on one core, measured with C = 1.
             strided = 1e-9 if max(problem.stride) > 1 else 0.0
             arithmetic += (prod(problem.y_shape) * 12e-9 + problem.macs * strided) / device.threads
-        return 10e-6 + max(moving if direct else moving / 0.57, arithmetic)
+        return 10e-6 + max(moving if direct else moving / 0.75, arithmetic)
 
     def build(self, problem: Problem, device: Device, knobs: DepthwiseKnobs) -> Runner:
         plan = _plan_for(problem, device, knobs)
         work, threads, table = plan.kernel(), plan.threads, plan.table
-        if plan.finish is None:
+        if problem.direction != "wgrad":
 
             def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
                 y, first = out.data_ptr(), 0 if bias is None else bias.data_ptr()
-                launch(work, (table.data_ptr(), a.data_ptr(), b.data_ptr(), y, first, _aligned(workspace)), threads)
+                shares = (numbering(threads), *[0] * threads)  # a counter for each thread's share of the tiles
+                args = (table.data_ptr(), a.data_ptr(), b.data_ptr(), y, first, _aligned(workspace), *shares)
+                launch(work, args, threads)
 
             return run
 
-        finish = plan.finish()
+        finish = plan.finish() if plan.finish else None
 
         def run_wgrad(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
-            scratch = _aligned(workspace)
-            launch(work, (table.data_ptr(), a.data_ptr(), b.data_ptr(), scratch), threads)
-            launch(finish, (table.data_ptr(), out.data_ptr(), scratch), threads)
+            scratch, dw, shares = _aligned(workspace), out.data_ptr(), (numbering(threads), *[0] * threads)
+            launch(work, (table.data_ptr(), a.data_ptr(), b.data_ptr(), scratch, dw, *shares), threads)
+            if finish:
+                launch(finish, (table.data_ptr(), dw, scratch), threads)
 
         return run_wgrad
 
@@ -286,9 +303,9 @@ def _slide(phases: list[_Phase], split: bool = True) -> tuple[list[_Phase], int,
     STEP_H, STEP_W, EVERY_D, EVERY_H, EVERY_W, ORIGIN_H, ORIGIN_W, REACH_H, REACH_W, D_AT, PHASES, PHASES_AT,
     RECTS, RECTS_AT, PACK_PITCH, PACK_BYTES, ROWS_BYTES,
     IMAGE_PITCH, IMAGE_SLICE, IMAGE_BYTES, PLAIN_BYTES, RESULT_PITCH, RESULT_BYTES,
-    ITEMS, PARTS, PARTIAL_BYTES, PARTIALS_BYTES,
+    ITEMS, PARTS, PARTIAL_BYTES, PARTIALS_BYTES, WIDE_PITCH, THREADS, TASKS, KEPT, ZEROS_BYTES, PIXEL,
     WORDS,
-) = range(55)  # fmt: skip
+) = range(61)  # fmt: skip
 
 # Words of a phase: both axes of a correlation, and what a block needs to know of them.
 (
@@ -373,15 +390,16 @@ def _start(problem: Problem) -> tuple[_Table, tuple[list[_Phase], list[_Phase], 
 
 
 def _gathered(
-    table: _Table, slices: int, high: list[_Phase], wide: list[_Phase], budget: int, V: int
+    table: _Table, slices: int, high: list[_Phase], wide: list[_Phase], budget: int, V: int, pixel: int
 ) -> tuple[int, int]:
-    """Rows and columns of a tile whose padded source and result take about `budget` bytes of scratch memory."""
+    """Rows and columns of a tile whose padded source and result take about `budget` bytes of scratch memory, for pixels
+    of so many bytes."""
     reach_h, reach_w, step_h, step_w = (table.words[i] for i in (REACH_H, REACH_W, STEP_H, STEP_W))
     rows, cols = max(p.count for p in high), max(p.count for p in wide)
     area = high[0].every * wide[0].every
 
     def size(rows: int, cols: int) -> int:
-        return (slices * ((rows - 1) * step_h + reach_h) * ((cols - 1) * step_w + reach_w) + area * rows * cols) * V
+        return (slices * ((rows - 1) * step_h + reach_h) * ((cols - 1) * step_w + reach_w) + area * rows * cols) * pixel
 
     while size(1, cols) > budget and cols > 4 * BIG:
         cols = _up(-(-cols // 2), BIG)
@@ -395,10 +413,24 @@ def _gathered(
     plain = max(in_rows * min(in_cols, table.words[WIDTH]), rows * cols, V // table.words[SRC_W])
     result = max(area * rows * cols, 64)
     table.set({
-        IMAGE_PITCH: in_cols * V, IMAGE_SLICE: in_rows * in_cols * V, IMAGE_BYTES: slices * in_rows * in_cols * V,
-        PLAIN_BYTES: plain * V, RESULT_PITCH: wide[0].every * cols * V, RESULT_BYTES: result * V,
+        IMAGE_PITCH: in_cols * pixel, IMAGE_SLICE: in_rows * in_cols * pixel,
+        IMAGE_BYTES: slices * in_rows * in_cols * pixel, PLAIN_BYTES: plain * V,
+        RESULT_PITCH: wide[0].every * cols * pixel, RESULT_BYTES: result * pixel, PIXEL: pixel,
     })  # fmt: skip
     return rows, cols
+
+
+def _chunks(channels: int, L: int, width: int) -> tuple[int, int]:
+    """Vectors of channels of a chunk in scratch memory, and the number of chunks. What is done once for a row and all
+    its vectors, such as the list of the rows under it, takes as long as four pixels of a 3x3 filter. The last chunk
+    also has the channels left over."""
+    groups = max(1, channels // L)
+    return _evenly(groups, max(1, min(groups, CHUNK_PIXELS // width)))
+
+
+def _block(width: int) -> int:
+    """Pixels of a block, for rows of so many."""
+    return 7 if width % 7 == 0 and width % 8 else BIG
 
 
 def _rects(height: int, width: int, rows: int, cols: int) -> list[int]:
@@ -412,10 +444,10 @@ def _rects(height: int, width: int, rows: int, cols: int) -> list[int]:
 def _block_words(h: _Phase, w: _Phase, taps: int, pixel: int, w_pixel: int, width: int | None) -> list[int]:
     """A phase, for blocks of pixels that lie `pixel` bytes apart with weights that lie `w_pixel` bytes apart.
 
-    Outputs whose taps all lie in a row of `width` need no care; without a width no output does.
+    Outputs whose taps all lie in a row of `width` need no care; without a width (zeros lie on both sides) none does.
     """
     full = w.taps // taps if taps > 1 else 0
-    inner = (0, w.count) if width is None else w.inside(width)
+    inner = (0, w.count + BIG) if width is None else w.inside(width)
     return [
         h.first, h.count, h.origin, h.spread, h.taps, h.w_first, h.w_step,
         w.first, w.count, w.origin, w.spread, w.taps, w.w_first,
@@ -443,32 +475,40 @@ def _plan(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
     slices = max(1, max(p.taps for p in depth))
     if direct:
         # Weights of a chunk of channels stay in the first-level cache. Then as many tiles as keep all threads busy, by
-        # strips of at least 128 pixels first and by smaller chunks second.
+        # strips of at least 4 rows first and by smaller chunks second.
         groups, others, wanted = channels // L, problem.n * out_d, 8 * threads
         chunks = -(-groups // max(1, min(groups, knobs.block // (count * V))))
-        strips = max(1, min(grid_h, -(-wanted // (others * chunks)), grid_h * grid_w // 128))
-        if others * chunks * strips < wanted:
+        strips = max(1, min(grid_h // 4, -(-wanted // others)))
+        if others * strips < threads:
             chunks = max(chunks, min(groups // 2, -(-wanted // (others * strips))))
         chunk, chunks = _evenly(groups, -(-groups // chunks))
         rows, cols, pixel = -(-grid_h // strips), grid_w, table.words[SRC_W]
+        pitch = (chunk + 2) * V  # a vector more for channels left over, one to keep taps off each other's cache sets
     else:
-        chunk, chunks, pixel = 1, -(-channels // L), V
-        rows, cols = _gathered(table, slices, high, wide, knobs.block, V)
-    pitch = (chunk + 2) * V  # one vector more for channels left over, one to keep taps off each other's cache sets
-    within = table.words[WIDTH] if direct else None
+        chunk, chunks = _chunks(channels, L, grid_w)
+        pixel = (chunk + (channels > L and channels % L > 0)) * V
+        rows, cols = _gathered(table, slices, high, wide, knobs.block, V, pixel)
+        pitch = pixel
+    # Tiles lie in memory as their numbers do, so that a thread's share of them is one piece of the result. Chunks of
+    # channels then change with every tile: all weights are kept, where they fit.
+    kept = chunks if chunks * count * pitch <= KEPT_BYTES else 1
+    within = table.words[WIDTH] if direct or taps >= GUARDED_TAPS else None
     records = [v for h in high for w in wide for v in _block_words(h, w, taps, pixel, pitch, within)]
     rects = _rects(grid_h, grid_w, rows, cols)
     spots = out_d * (len(rects) // 4)
     rows_bytes = 16 * (1 + slices * max(p.taps for p in high))
     scratch = table.words[IMAGE_BYTES] + table.words[PLAIN_BYTES] + 2 * table.words[RESULT_BYTES]
-    thread_bytes = _up((count + 1) * pitch + scratch + rows_bytes, 64)
+    zeros_bytes = max(pitch, 2 * V)
+    thread_bytes = _up(kept * (count * pitch + 8) + zeros_bytes + scratch + rows_bytes, 64) + APART
     table.set({
-        TILES: chunks * problem.n * spots, SPOTS: spots, CHUNKS: chunks, CHUNK: chunk * L, UNITS: problem.n,
+        TILES: chunks * problem.n * spots, TASKS: min(chunks * problem.n * spots, 8 * threads), SPOTS: spots,
+        CHUNKS: chunks, CHUNK: chunk * L, UNITS: problem.n,
         THREAD_BYTES: thread_bytes, PHASES: len(records) // PHASE_WORDS, PHASES_AT: table.put(records),
         RECTS: len(rects) // 4, RECTS_AT: table.put(rects),
-        PACK_PITCH: pitch, PACK_BYTES: count * pitch, ROWS_BYTES: rows_bytes,
+        PACK_PITCH: pitch, PACK_BYTES: count * pitch, KEPT: kept, ZEROS_BYTES: zeros_bytes, ROWS_BYTES: rows_bytes,
+        THREADS: threads,
     })  # fmt: skip
-    kernel = functools.partial(_filter_kernel, T, taps, step, direct)
+    kernel = functools.partial(_filter_kernel, T, taps, step, direct, _block(min(cols, grid_w)))
     return _Plan(kernel, table.tensor(), threads, thread_bytes * threads + 64)
 
 
@@ -486,64 +526,109 @@ def _plan_wgrad(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
     })  # fmt: skip
     count, groups = prod(problem.filter), -(-problem.k // L)
     rows, cols = max(1, WGRAD_PIXELS // w.count), w.count
+    chunk, chunks = _chunks(problem.k, L, w.count)
+    pixel = table.words[SRC_W] if direct else (chunk + (problem.k > L and problem.k % L > 0)) * V
     if not direct:
-        most, cols = _gathered(table, d.taps, [h], [w], knobs.block, V)
+        most, cols = _gathered(table, d.taps, [h], [w], knobs.block, V, pixel)
         rows = min(most, max(1, WGRAD_PIXELS // cols))
     rows = _evenly(h.count, min(rows, h.count))[0]
     rects = _rects(h.count, w.count, rows, cols)
     items = problem.n * d.count * (len(rects) // 4)
-    chunk, chunks = 1, groups
     if direct:
-        whole = problem.k // L
+        # Parts of the pixels read memory in its own order, but their sums are written by one core and read by another.
+        # Where those would be more than a 64th of what is read, tasks are chunks of channels, of whole cache lines.
+        whole, line = problem.k // L, max(1, 64 // V)
         chunks = -(-whole // max(1, min(whole, knobs.block // (count * V))))
-        parts = min(items, -(-WGRAD_TASKS // chunks))
-        if chunks * parts < WGRAD_TASKS:
-            chunks = max(chunks, min(whole // 2, -(-WGRAD_TASKS // parts)))
-        chunk, chunks = _evenly(whole, -(-whole // chunks))
-    parts = min(items, -(-WGRAD_TASKS // chunks))
-    pitch, pixel = (chunk + 2) * V, table.words[SRC_W] if direct else V
-    within = table.words[WIDTH] if direct else None
+        if WGRAD_TASKS * count * problem.k * 8 * 64 > problem.min_bytes:
+            chunks = max(chunks, min(WGRAD_TASKS, -(-whole // line)))
+        parts = min(items, round(WGRAD_TASKS / chunks) or 1)
+        if chunks * parts < WGRAD_TASKS // 2:
+            chunks = max(chunks, min(whole // 2, WGRAD_TASKS // parts))
+        chunk, chunks = _evenly(whole, _up(-(-whole // chunks), line))
+    parts = min(items, round(WGRAD_TASKS / chunks) or 1)
+    pitch = (chunk + 2) * V
+    chunk_lanes = (chunk + 1) * L  # the last chunk has one vector more, if channels are left over
+    within = table.words[WIDTH] if direct or taps >= GUARDED_TAPS else None
     rows_bytes = 16 * (1 + d.taps * h.taps)
     scratch = table.words[IMAGE_BYTES] + table.words[PLAIN_BYTES] + table.words[RESULT_BYTES]
-    thread_bytes = _up(count * pitch + scratch + rows_bytes, 64)
-    partial = count * groups * L * 8
+    wide = count * chunk_lanes * 8 if parts == 1 else 0
+    thread_bytes = _up(count * pitch + scratch + wide + rows_bytes, 64) + APART
+    partial = count * groups * L * 8 if parts > 1 else 0
     threads = max(1, min(threads, problem.macs // THREAD_MACS))
     table.set({
-        TILES: chunks * parts, CHUNKS: chunks, CHUNK: chunk * L, PARTS: parts, ITEMS: items, SPOTS: d.count,
+        TILES: chunks * parts, TASKS: min(chunks * parts, 8 * threads), CHUNKS: chunks, CHUNK: chunk * L, PARTS: parts,
+        ITEMS: items, SPOTS: d.count,
         RECTS: len(rects) // 4, RECTS_AT: table.put(rects), THREAD_BYTES: thread_bytes,
         PHASES_AT: table.put(_block_words(h, w, taps, pixel, pitch, within)),
-        PACK_PITCH: pitch, PACK_BYTES: count * pitch, ROWS_BYTES: rows_bytes,
-        PARTIAL_BYTES: partial, PARTIALS_BYTES: _up(partial * parts, 64),
+        PACK_PITCH: pitch, PACK_BYTES: count * pitch, ROWS_BYTES: rows_bytes, THREADS: threads,
+        PARTIAL_BYTES: partial, PARTIALS_BYTES: _up(partial * parts, 64), WIDE_PITCH: chunk_lanes * 8,
     })  # fmt: skip
     return _Plan(
-        kernel=functools.partial(_wgrad_kernel, T, taps, step, direct), table=table.tensor(), threads=threads,
+        kernel=functools.partial(_wgrad_kernel, T, taps, step, direct, _block(cols)), table=table.tensor(),
+        threads=threads,
         workspace=_up(partial * parts, 64) + thread_bytes * threads + 64,
-        finish=functools.partial(_finish_kernel, T),
+        finish=functools.partial(_finish_kernel, T) if parts > 1 else None,
     )  # fmt: skip
 
 
 # ---- register blocks ------------------------------------------------------------------------------------------
 
 
-def _emit_slide(count, taps, every, value, add):
-    """Ask once for each value(i) that some pair needs, and add(t, j, it) for all pairs with i = every*j + t."""
+def _pairs(count, taps, every):
+    """For each position i that some pixel needs: the pairs (t, j) of taps and pixels with i = every*j + t."""
     for i in range((count - 1) * every + taps):
         pairs = [(t, (i - t) // every) for t in range(taps) if (i - t) % every == 0 and 0 <= (i - t) // every < count]
         if pairs:
-            x = value(i)
-            for t, j in pairs:
-                add(t, j, x)
+            yield i, pairs
 
 
-def _emit_filter(builder, sums, weights, every, place):
-    """sums[j] + weights[t] * x[every*j + t], summed over t; x[i] is the vector at place(i)."""
-    totals, taps = unpack(builder, sums), unpack(builder, weights)
+def _emit_guarded(builder, mask, i, values, change):
+    """The values, changed by change() unless bit i of the mask is 0: a jump, always the same one within a block."""
+    before, then, end = builder.block, builder.append_basic_block("inside"), builder.append_basic_block("next")
+    bit = builder.and_(mask, ir.Constant(mask.type, 1 << i))
+    builder.cbranch(builder.icmp_unsigned("!=", bit, ir.Constant(mask.type, 0)), then, end)
+    builder.position_at_end(then)
+    changed = change()
+    builder.branch(end)
+    builder.position_at_end(end)
+    for at, value in changed.items():
+        either = builder.phi(value.type)
+        either.add_incoming(values[at], before)
+        either.add_incoming(value, then)
+        values[at] = either
 
-    def add(t, j, x):
-        totals[j] = emit_fma(builder, x, taps[t], totals[j])
 
-    _emit_slide(len(totals), len(taps), every, lambda i: emit_load(builder, totals[0].type, place(i)), add)
+def _emit_sums(builder, totals, steps, places, mask):
+    """totals[at] + x[i] * factor for all (i, [(at, factor), ...]) of the steps; x[i] is the vector at places[i].
+
+    Under a mask only for those i whose bit is set; other places are not read.
+    """
+    for i, products in steps:
+
+        def change(i=i, products=products):
+            x = emit_load(builder, totals[0].type, places[i])
+            return {at: emit_fma(builder, x, factor, totals[at]) for at, factor in products}
+
+        if mask is None:
+            for at, value in change().items():
+                totals[at] = value
+        else:
+            _emit_guarded(builder, mask, i, totals, change)
     return pack(builder, totals)
+
+
+def _slide_code(sums, weights, every, guarded):
+    def codegen(context, builder, signature, args):
+        totals, taps = unpack(builder, args[0]), unpack(builder, args[1])
+        places = emit_rows(builder, args[3], args[4], (len(totals) - 1) * every + len(taps))
+        steps = [(i, [(j, taps[t]) for t, j in pairs]) for i, pairs in _pairs(len(totals), len(taps), every)]
+        return _emit_sums(builder, totals, steps, places, args[5] if guarded else None)
+
+    return codegen
+
+
+def _is_slide(sums, factors, step):
+    return is_block(sums) and is_block(factors) and isinstance(step, types.IntegerLiteral)
 
 
 @intrinsic(prefer_literal=True)
@@ -552,54 +637,47 @@ def slide(typingctx, sums, weights, step, address, pitch):
 
     x[i] is the vector at address + i * pitch. A sum meets its taps in their order.
     """
-    if not (is_block(sums) and is_block(weights) and isinstance(step, types.IntegerLiteral)):
+    if not _is_slide(sums, weights, step):
         return None
-    every = step.literal_value
-
-    def codegen(context, builder, signature, args):
-        places = emit_rows(builder, args[3], args[4], (sums.count - 1) * every + weights.count)
-        return _emit_filter(builder, args[0], args[1], every, places.__getitem__)
-
-    return sums(sums, weights, step, types.int64, types.int64), codegen
+    code = _slide_code(sums, weights, step.literal_value, False)
+    return sums(sums, weights, step, types.int64, types.int64), code
 
 
 @intrinsic(prefer_literal=True)
-def slide_clipped(typingctx, sums, weights, step, address, pitch, index, spread, width, zeros):
-    """What `slide` does, at the border: x[i] is the vector at `zeros` unless 0 <= index + spread*i < width."""
-    if not (is_block(sums) and is_block(weights) and isinstance(step, types.IntegerLiteral)):
+def slide_inside(typingctx, sums, weights, step, address, pitch, mask):
+    """What `slide` does, at the border: without the products of those x[i] whose bit i of the mask is 0."""
+    if not _is_slide(sums, weights, step):
         return None
-    every = step.literal_value
+    code = _slide_code(sums, weights, step.literal_value, True)
+    return sums(sums, weights, step, *[types.int64] * 3), code
 
+
+def _slide_grad_code(sums, values, every, guarded):
     def codegen(context, builder, signature, args):
-        sums_, weights_, _, address_, pitch_, index_, spread_, width_, zeros_ = args
+        totals, dys = unpack(builder, args[0]), unpack(builder, args[1])
+        places = emit_rows(builder, args[3], args[4], (len(dys) - 1) * every + len(totals))
+        steps = [(i, [(t, dys[j]) for t, j in pairs]) for i, pairs in _pairs(len(dys), len(totals), every)]
+        return _emit_sums(builder, totals, steps, places, args[5] if guarded else None)
 
-        def place(i):
-            inside = builder.icmp_unsigned("<", emit_offset(builder, index_, i, spread_), width_)
-            return builder.select(inside, emit_offset(builder, address_, i, pitch_), zeros_)
-
-        return _emit_filter(builder, sums_, weights_, every, place)
-
-    return sums(sums, weights, step, *[types.int64] * 6), codegen
+    return codegen
 
 
 @intrinsic(prefer_literal=True)
 def slide_grad(typingctx, sums, values, step, address, pitch):
     """slide_grad(sums, dy, step, address, pitch) -> sums[t] + dy[j] * x[step*j + t], summed over j."""
-    if not (is_block(sums) and is_block(values) and isinstance(step, types.IntegerLiteral)):
+    if not _is_slide(sums, values, step):
         return None
-    every = step.literal_value
+    code = _slide_grad_code(sums, values, step.literal_value, False)
+    return sums(sums, values, step, types.int64, types.int64), code
 
-    def codegen(context, builder, signature, args):
-        totals, dys = unpack(builder, args[0]), unpack(builder, args[1])
-        places = emit_rows(builder, args[3], args[4], (len(dys) - 1) * every + len(totals))
 
-        def add(t, j, x):
-            totals[t] = emit_fma(builder, x, dys[j], totals[t])
-
-        _emit_slide(len(dys), len(totals), every, lambda i: emit_load(builder, totals[0].type, places[i]), add)
-        return pack(builder, totals)
-
-    return sums(sums, values, step, types.int64, types.int64), codegen
+@intrinsic(prefer_literal=True)
+def slide_grad_inside(typingctx, sums, values, step, address, pitch, mask):
+    """What `slide_grad` does, at the border: without the products of those x[i] whose bit i of the mask is 0."""
+    if not _is_slide(sums, values, step):
+        return None
+    code = _slide_grad_code(sums, values, step.literal_value, True)
+    return sums(sums, values, step, *[types.int64] * 3), code
 
 
 @intrinsic
@@ -686,80 +764,119 @@ def field(table, index):
     return load_scalar(np.int64, table + 8 * index)
 
 
+@inline
+def _inside(index, step, width):
+    """Bit i is 1 where 0 <= index + i*step < width, for i < 62: a block has (8 - 1) * 6 + 7 positions at most."""
+    low = 0 if index >= 0 else min(62, (step - 1 - index) // step)
+    high = 0 if index >= width else min(62, (width - 1 - index) // step + 1)
+    return (1 << high) - (1 << low) if high > low else 0
+
+
+@inline
+def _next_tiles(block, first, g, number, tile, last, away):
+    """The next tile of a task, or the first of the next task: (tile, end of the task, away), tile -1 behind the last.
+
+    Tiles take down to 0.2 us, half of which would be the counter's way from the other core.
+    """
+    if tile < last:
+        return tile, last, away
+    tiles, tasks = field(g, TILES), field(g, TASKS)
+    task, away = next_of_static(block, first, field(g, THREADS), number, away, tasks)
+    if task < 0:
+        return -1, 0, away
+    return tiles * task // tasks, tiles * (task + 1) // tasks, away
+
+
 # ---- scratch memory: pixels of L channels ---------------------------------------------------------------------
 
 
 @inline
-def _turn(T, L, SIZE, to, src, lane, valid, count):
-    """to[pixel][lane] = src[plane][pixel], in squares of L planes by L pixels, the last one over its neighbour."""
-    V, at = L * SIZE, 0
+def _turn(T, L, SIZE, to, step, src, lane, valid, count):
+    """to[pixel][lane] = src[plane][pixel], in squares of L planes by L pixels, the last one over its neighbour.
+
+    Pixels of `to` are `step` bytes apart, planes `lane`.
+    """
+    at = 0
     if count < L:
-        square = transpose(load_block_clipped(T, L, src, lane, valid, count))
-        store_block_clipped(square, to, V, count, L)
-    while at < count and count >= L:
-        at = min(at, count - L)
-        square = transpose(load_block_clipped(T, L, src + at * SIZE, lane, valid, L))
-        store_block(square, to + at * V, V)
-        at += L
+        store_first(transpose(load_block_clipped(T, L, src, lane, valid, count)), to, step, count)
+    elif valid < L:
+        while at < count:
+            at = min(at, count - L)
+            store_block(transpose(load_block_clipped(T, L, src + at * SIZE, lane, valid, L)), to + at * step, step)
+            at += L
+    else:
+        while at < count:
+            at = min(at, count - L)
+            store_block(transpose(load_block(T, L, src + at * SIZE, lane)), to + at * step, step)
+            at += L
 
 
 @inline
-def _gather(T, L, SIZE, to, to_pitch, plain, src, row_bytes, pixel, lane, k, div, valid, rows, cols):
-    """to[row][column][lane] = src[row][column][channel], the lane's channel being (k + lane) / div.
+def _gather(T, L, SIZE, to, to_pitch, step, plain, src, row_bytes, pixel, lane, k, div, channels, rows, cols):
+    """to[row][column][i] = src[row][column][channel], the channel of i being (k + i) / div, for i < channels.
 
-    src is where channel k / div begins, row_bytes, pixel and lane are its strides. Only `valid` lanes exist.
+    src is where channel k / div begins; row_bytes, pixel and lane are its strides, to_pitch and step those of `to`.
     """
-    V = L * SIZE
-    if pixel == SIZE and div == 1:
-        if cols < L and row_bytes == cols * SIZE:  # through rows, as narrow ones would fill a square badly
-            _turn(T, L, SIZE, plain, src, lane, valid, rows * cols)
+    V, first = L * SIZE, 0
+    while first < channels:
+        first = max(0, min(first, channels - L))
+        valid, at, put = min(L, channels - first), src + ((k + first) // div - k // div) * lane, to + first * SIZE
+        if pixel == SIZE and div == 1:
+            if cols < L and row_bytes == cols * SIZE:  # through rows, as narrow ones would fill a square badly
+                _turn(T, L, SIZE, plain, V, at, lane, valid, rows * cols)
+                row = plain
+                for _ in range(rows):
+                    for j in range(cols):
+                        store(put + j * step, load(T, row + j * V))
+                    row += cols * V
+                    put += to_pitch
+            else:
+                for _ in range(rows):
+                    _turn(T, L, SIZE, put, step, at, lane, valid, cols)
+                    at += row_bytes
+                    put += to_pitch
+        else:
             for _ in range(rows):
                 for j in range(cols):
-                    store(to + j * V, load(T, plain + j * V))
-                plain += cols * V
-                to += to_pitch
-        else:
-            for _ in range(rows):
-                _turn(T, L, SIZE, to, src, lane, valid, cols)
-                src += row_bytes
-                to += to_pitch
-    else:
-        for _ in range(rows):
-            for j in range(cols):
-                if lane == SIZE and div == 1:
-                    store(to + j * V, load_clipped(T, src + j * pixel, 0, valid))
-                else:
-                    for i in range(valid):
-                        at = ((k + i) // div - k // div) * lane
-                        store_scalar(to + j * V + i * SIZE, load_scalar(T, src + j * pixel + at))
-            src += row_bytes
-            to += to_pitch
+                    if lane == SIZE and div == 1:
+                        store(put + j * step, load_clipped(T, at + j * pixel, 0, valid))
+                    else:
+                        for i in range(valid):
+                            of = ((k + first + i) // div - (k + first) // div) * lane
+                            store_scalar(put + j * step + i * SIZE, load_scalar(T, at + j * pixel + of))
+                at += row_bytes
+                put += to_pitch
+        first += L
 
 
 @inline
-def _scatter(T, L, SIZE, to, row_bytes, pixel, lane, src, src_pitch, valid, rows, cols):
-    """to[row][column][channel] = src[row][column][lane] for the lanes that exist."""
-    V = L * SIZE
-    if pixel == SIZE and src_pitch == cols * V and row_bytes == cols * SIZE:
+def _scatter(T, L, SIZE, to, row_bytes, pixel, lane, src, src_pitch, step, channels, rows, cols):
+    """to[row][column][channel] = src[row][column][channel]; pixels of src are `step` bytes apart."""
+    if pixel == SIZE and src_pitch == cols * step and row_bytes == cols * SIZE:
         rows, cols = 1, rows * cols
-    for _ in range(rows):
-        at = 0
-        if pixel == SIZE:
-            if cols < L:
-                store_block_clipped(transpose(load_block(T, L, src, V)), to, lane, valid, cols)
-            while at < cols and cols >= L:
-                at = min(at, cols - L)
-                square = transpose(load_block(T, L, src + at * V, V))
-                if valid == L:
-                    store_block(square, to + at * SIZE, lane)
-                else:
-                    store_block_clipped(square, to + at * SIZE, lane, valid, L)
-                at += L
-        else:
-            for j in range(cols):
-                store_clipped(to + j * pixel, 0, valid, load(T, src + j * V))
-        to += row_bytes
-        src += src_pitch
+    first = 0
+    while first < channels:
+        first = max(0, min(first, channels - L))
+        valid, put, row = min(L, channels - first), to + first * lane, src + first * SIZE
+        for _ in range(rows):
+            at = 0
+            if pixel == SIZE:
+                if cols < L:
+                    store_block_clipped(transpose(load_block(T, L, row, step)), put, lane, valid, cols)
+                while at < cols and cols >= L:
+                    at = min(at, cols - L)
+                    square = transpose(load_block(T, L, row + at * step, step))
+                    if valid == L:
+                        store_block(square, put + at * SIZE, lane)
+                    else:
+                        store_block_clipped(square, put + at * SIZE, lane, valid, L)
+                    at += L
+            else:
+                for j in range(cols):
+                    store_clipped(put + j * pixel, 0, valid, load(T, row + j * step))
+            put += row_bytes
+            row += src_pitch
+        first += L
 
 
 @inline
@@ -780,20 +897,23 @@ def _gather_image(T, L, SIZE, g, image, plain, x, depth, d0, top, left, rows, co
     It begins at (d0, top, left), which may be outside; x is where the first channel begins. Rows and slices outside are
     not on any list of rows and stay as they are; columns outside are zeroed once, when `fresh`.
     """
-    V, H, W, pitch = L * SIZE, field(g, HEIGHT), field(g, WIDTH), field(g, IMAGE_PITCH)
+    V, H, W, pitch, step = L * SIZE, field(g, HEIGHT), field(g, WIDTH), field(g, IMAGE_PITCH), field(g, PIXEL)
     h0, w0 = min(H, max(0, top)), min(W, max(0, left))
     h1 = max(h0, min(H, top + (rows - 1) * field(g, STEP_H) + field(g, REACH_H)))
     w1 = max(w0, min(W, left + (cols - 1) * field(g, STEP_W) + field(g, REACH_W)))
     if fresh:
-        _zero_beside(T, V, image, pitch, field(g, IMAGE_BYTES) // pitch, w0 - left, w1 - w0, pitch // V)
+        each = step // V
+        _zero_beside(
+            T, V, image, pitch, field(g, IMAGE_BYTES) // pitch, (w0 - left) * each, (w1 - w0) * each, pitch // V
+        )
     for t in range(field(depth, D_TAPS)):
         d = d0 + t * field(depth, D_SPREAD)
         if d >= 0 and d < field(g, DEPTH):
             at = x + d * field(g, SRC_D) + h0 * field(g, SRC_H) + w0 * field(g, SRC_W)
-            to = image + t * field(g, IMAGE_SLICE) + (h0 - top) * pitch + (w0 - left) * V
+            to = image + t * field(g, IMAGE_SLICE) + (h0 - top) * pitch + (w0 - left) * step
             _gather(
-                T, L, SIZE, to, pitch, plain, at, field(g, SRC_H), field(g, SRC_W), field(g, FAN) * field(g, SRC_C),
-                c_first, field(g, DIV), c_last - c_first, h1 - h0, w1 - w0,
+                T, L, SIZE, to, pitch, step, plain, at, field(g, SRC_H), field(g, SRC_W),
+                field(g, FAN) * field(g, SRC_C), c_first, field(g, DIV), c_last - c_first, h1 - h0, w1 - w0,
             )  # fmt: skip
 
 
@@ -801,38 +921,49 @@ def _gather_image(T, L, SIZE, g, image, plain, x, depth, d0, top, left, rows, co
 
 
 @functools.cache
-def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
+def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> Kernel:
     """A tile is a rectangle of results of one image, for a chunk of channels.
 
     Each row of results has a list of the rows under it, with the address of each one's first weight: rows outside the
     image are not on the list. Unless DIRECT, a chunk is one vector, and source and result are in scratch memory.
     """
     L, SIZE = lanes(T), np.dtype(T).itemsize
-    V = L * SIZE
-    LINES = BIG * STEP * V // 64  # of a later row, to fetch with each block and vector of channels
+    V, GUARDED = L * SIZE, DIRECT or TAPS >= GUARDED_TAPS
+    LINES = -(-BLOCK * STEP * V // 64)  # of a later row, to fetch with each block and vector of channels
 
     @inline
     def pack_weights(packed, pitch, weights, taps, lane, channels):
-        """packed[tap][channel] = weights[channel][tap]"""
-        c, valid = 0, min(L, channels)
+        """packed[tap][channel] = weights[channel][tap], squares and vectors over their neighbours at the end."""
+        c = 0
         while c < channels:
             c = max(0, min(c, channels - L))
-            i = 0
-            while i < taps:
-                square = load_block_clipped(T, L, weights + c * lane + i * SIZE, lane, valid, taps - i)
-                store_block_clipped(transpose(square), packed + i * pitch + c * SIZE, pitch, taps - i, L)
-                i += L
+            if taps >= L and channels >= L:
+                i = 0
+                while i < taps:
+                    i = min(i, taps - L)
+                    square = transpose(load_block(T, L, weights + c * lane + i * SIZE, lane))
+                    store_block(square, packed + i * pitch + c * SIZE, pitch)
+                    i += L
+            else:
+                for i in range(taps):
+                    for v in range(L):
+                        at = weights + min(c + v, channels - 1) * lane + i * SIZE
+                        store_scalar(packed + i * pitch + (c + v) * SIZE, load_scalar(T, at))
             c += L
 
     @inline
     def filter_block(sums, rows, rows_end, x, w, phase, step_w, index, clip):
         """TAPS columns of the filter at once for each row, then those left over one by one.
 
-        Positions index + spread*i of a row outside of 0 to width - 1 read zeros, where clip = (width, zeros) is given.
+        Where clip = (width, masks of the first of each kind) is given, a row is read at positions index + spread*i
+        from 0 to width - 1 only.
         """
         tap, jump = field(phase, TAP), field(phase, JUMP)
         w_bytes, spread = field(phase, W_BYTES), field(phase, W_SPREAD)
-        for _ in range(field(phase, FULL)):
+        for f in range(field(phase, FULL)):
+            mask = 0
+            if clip is not None:
+                mask = clip[1] if f == 0 else _inside(index, spread, clip[0])
             row = rows
             while row < rows_end:
                 weights = load_block(T, TAPS, w + load_scalar(np.int64, row + 8), w_bytes)
@@ -840,12 +971,15 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
                 if clip is None:
                     sums = slide(sums, weights, STEP, at, tap)
                 else:
-                    sums = slide_clipped(sums, weights, STEP, at, tap, index, spread, clip[0], clip[1])
+                    sums = slide_inside(sums, weights, STEP, at, tap, mask)
                 row += 16
             x += TAPS * tap
             w += TAPS * w_bytes
             index += TAPS * spread
-        for _ in range(field(phase, SINGLE)):
+        for f in range(field(phase, SINGLE)):
+            mask = 0
+            if clip is not None:
+                mask = clip[2] if f == 0 else _inside(index, step_w, clip[0])
             row = rows
             while row < rows_end:
                 weight = load_block(T, 1, w + load_scalar(np.int64, row + 8), 0)
@@ -853,7 +987,7 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
                 if clip is None:
                     sums = slide(sums, weight, 1, at, jump)
                 else:
-                    sums = slide_clipped(sums, weight, 1, at, jump, index, step_w, clip[0], clip[1])
+                    sums = slide_inside(sums, weight, 1, at, jump, mask)
                 row += 16
             x += tap
             w += w_bytes
@@ -861,22 +995,29 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
         return sums
 
     @inline
-    def filter_channels(like, rows, rows_end, index, pixel, y, y_step, count, bytes_, bias, phase, step_w, width, zeros,
+    def filter_channels(like, rows, rows_end, index, pixel, y, y_step, count, bytes_, bias, phase, step_w, width,
                         ahead, ahead_rows, row_bytes):  # fmt: skip
-        """A block of as many pixels as `like` has vectors, `count` of them stored, for all channels of the chunk."""
-        x, c = index * pixel, 0
+        """A block of as many pixels as `like` has vectors, `count` of them stored, for all channels of the chunk.
+
+        A width is given where not all of the block's positions lie in a row.
+        """
+        x, c, full, single = index * pixel, 0, 0, 0
+        if GUARDED and width > 0:
+            spread = field(phase, W_SPREAD)
+            full = _inside(index, spread, width)
+            single = _inside(index + field(phase, FULL) * TAPS * spread, step_w, width)
         while c < bytes_:
             c = min(c, bytes_ - V)
             for r in range(ahead_rows):
                 prefetch(LINES, ahead + r * row_bytes)
             ahead += 64 * LINES
             sums = fill_like(like, load(T, bias + c))
-            if width == 0 or not DIRECT:
+            if not GUARDED or width == 0:
                 sums = filter_block(sums, rows, rows_end, x + c, c, phase, step_w, index, None)
             else:
-                sums = filter_block(sums, rows, rows_end, x + c, c, phase, step_w, index, (width, zeros + c))
+                sums = filter_block(sums, rows, rows_end, x + c, c, phase, step_w, index, (width, full, single))
             if count < len(like):
-                store_block_clipped(sums, y + c, y_step, count, L)
+                store_first(sums, y + c, y_step, count)
             else:
                 store_block(sums, y + c, y_step)
             c += V
@@ -903,17 +1044,21 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
     def depthwise_filter(block):
         g, src, weights = argument(block, 0), argument(block, 1), argument(block, 2)
         dst, bias, scratch = argument(block, 3), argument(block, 4), argument(block, 5)
-        packed = scratch + thread_index(block) * field(g, THREAD_BYTES)
-        pitch = field(g, PACK_PITCH)
-        zeros = packed + field(g, PACK_BYTES)
-        image = zeros + pitch
+        number = thread_number(block, argument(block, 6))
+        zeros = scratch + number * field(g, THREAD_BYTES)
+        pitch, kept = field(g, PACK_PITCH), field(g, KEPT)
+        image = zeros + field(g, ZEROS_BYTES)
         plain = image + field(g, IMAGE_BYTES)
         result = plain + field(g, PLAIN_BYTES)
-        rows = packed + field(g, THREAD_BYTES) - field(g, ROWS_BYTES)
-        at = packed
-        while at < image:  # also the weights: sums that are not stored should not meet denormals, at 100 cycles each
+        filters = result + 2 * field(g, RESULT_BYTES)
+        names = filters + kept * field(g, PACK_BYTES)  # of the filters that are there, one for each place
+        rows = zeros + field(g, THREAD_BYTES) - field(g, ROWS_BYTES)
+        at = zeros
+        while at < image:
             store(at, zero(T))
             at += V
+        for i in range(kept):
+            store_scalar(names + 8 * i, -1)
         spots, units, rects, chunks = field(g, SPOTS), field(g, UNITS), field(g, RECTS), field(g, CHUNKS)
         C, D, H, W = field(g, CHANNELS), field(g, DEPTH), field(g, HEIGHT), field(g, WIDTH)
         fan, filter_r, filter_s = field(g, FAN), field(g, FILTER_R), field(g, FILTER_S)
@@ -921,33 +1066,39 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
         step_h, step_w, every_h, every_w = field(g, STEP_H), field(g, STEP_W), field(g, EVERY_H), field(g, EVERY_W)
         pixel, dst_h, dst_w = field(g, SRC_W), field(g, DST_H), field(g, DST_W)
         if not DIRECT:
-            pixel, dst_h, dst_w = V, field(g, RESULT_PITCH), V
+            pixel, dst_h, dst_w = field(g, PIXEL), field(g, RESULT_PITCH), field(g, PIXEL)
 
-        packed_filter = beside = -1
-        tile = next_tile(block)
-        while tile < field(g, TILES):
-            chunk, n, spot = tile // (units * spots), tile // spots % units, tile % spots
+        beside = -1
+        enter_share(block, 7, number)
+        tile, last_tile, away = _next_tiles(block, 7, g, number, 0, 0, 0)
+        while tile >= 0:
+            chunk, spot = tile % chunks, tile // chunks
+            if DIRECT:
+                spot, n = spot % spots, spot // spots
+            else:  # in nchw a piece of memory is a channel
+                n = tile // (chunks * spots)
+                chunk, spot = tile // spots % chunks, tile % spots
+            if kept < chunks:
+                chunk, n, spot = tile // (units * spots), tile // spots % units, tile % spots
             o, rect = spot // rects, g + field(g, RECTS_AT) + spot % rects * 32
             i0, j0 = field(rect, 0), field(rect, 2)
             i1, j1 = i0 + field(rect, 1), j0 + field(rect, 3)
             c_first = chunk * field(g, CHUNK)
             c_last = C if chunk == chunks - 1 else c_first + field(g, CHUNK)
-            if not DIRECT:
-                c_first = max(0, min(c_first, C - L))
-                c_last = min(C, c_first + L)
             depth = g + field(g, D_AT) + o % field(g, EVERY_D) * (8 * DEPTH_WORDS)
             d0, d_taps = o // field(g, EVERY_D) * field(depth, D_STEP) + field(depth, D_ORIGIN), field(depth, D_TAPS)
             y_tile = dst + n * field(g, DST_N) + o * field(g, DST_D) + c_first * field(g, DST_C)
             for m in range(fan):
-                bytes_ = (c_last - c_first) * SIZE if DIRECT else V
-                if packed_filter != chunk * fan + m:
+                bytes_ = max(V, (c_last - c_first) * SIZE)
+                packed, name = filters + chunk % kept * field(g, PACK_BYTES), names + chunk % kept * 8
+                if load_scalar(np.int64, name) != chunk * fan + m:
                     first_filter = weights + (c_first * fan + m) * taps * SIZE
                     pack_weights(packed, pitch, first_filter, taps, fan * taps * SIZE, c_last - c_first)
-                    packed_filter = chunk * fan + m
+                    store_scalar(name, chunk * fan + m)
                 first_bias = zeros
                 if bias != 0 and m == 0:
                     first_bias = bias + c_first * SIZE
-                    if not DIRECT:
+                    if C < L:
                         first_bias = zeros + V
                         store(first_bias, load_clipped(T, bias + c_first * SIZE, 0, c_last - c_first))
                 x_n = src + n * field(g, SRC_N) + c_first * field(g, SRC_C)
@@ -978,61 +1129,50 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
                                         at = at * filter_s + field(phase, W_W_FIRST)
                                         row = x_n + d * field(g, SRC_D) + h * field(g, SRC_H)
                                         if not DIRECT:
-                                            row = image + t * field(g, IMAGE_SLICE) - left * V
+                                            row = image + t * field(g, IMAGE_SLICE) - left * pixel
                                             row += (h - top) * field(g, IMAGE_PITCH)
                                         store_scalar(rows_end, row)
                                         store_scalar(rows_end + 8, packed + at * pitch)
                                         rows_end += 16
                         # While a row is filtered, what the next one needs besides comes into the second-level cache, in
                         # the order of memory. The order of the blocks would keep the hardware from guessing it (3x3 at
-                        # 56x56 from memory: 2400 us against 3000).
+                        # 56x56 from memory: 2400 us against 3000). The phases of a dgrad share those rows.
                         ahead = ahead_rows = 0
-                        if DIRECT and chunks == 1 and rows_end > rows:
+                        if DIRECT and chunks == 1 and p == 0 and rows_end > rows:
                             ahead, ahead_rows = load_scalar(np.int64, rows_end - 16) + field(g, SRC_H), step_h
                         y_row = y_n + (field(phase, H_FIRST) + every_h * i) * dst_h + field(phase, W_FIRST) * dst_w
                         y_step, spread, origin = every_w * dst_w, field(phase, W_SPREAD), field(phase, W_ORIGIN)
                         inner, inner_end = field(phase, INNER), field(phase, INNER_END)
                         end = min(j1, field(phase, W_COUNT))
-                        # Blocks from j_lo to j_hi, the last one over its neighbour; single pixels beside them.
-                        j_lo, j_hi, least = inner, inner_end, BIG
-                        if not DIRECT:
-                            j_lo, j_hi, least = j0, end, 0
-                        elif end >= SMALL and (TAPS >= BORDER_TAPS or (TAPS > 1 and end <= BIG)):
-                            j_lo, j_hi, least = 0, end, 0
-                        elif inner_end - inner < SMALL:
-                            j_lo = j_hi = end
+                        # Blocks, the last one over its neighbour; single pixels where a row is shorter than a block.
                         j = j0
                         while j < end:
-                            if j < j_lo or j >= j_hi:
+                            if DIRECT and end < SMALL:
                                 at = j * step_w + origin
                                 s0 = 0 if at >= 0 else (spread - 1 - at) // spread
                                 s1 = min(field(phase, W_TAPS), (W - 1 - at) // spread + 1)
                                 x, w = (at + s0 * spread) * pixel, s0 * field(phase, W_BYTES)
                                 y = y_row + j * y_step
-                                if bytes_ >= 8 * V:
-                                    many = fill(8, zero(T))
-                                    filter_pixel(many, rows, rows_end, x, y, w, bytes_, first_bias, s1 - s0, phase)
-                                else:
-                                    one = fill(1, zero(T))
-                                    filter_pixel(one, rows, rows_end, x, y, w, bytes_, first_bias, s1 - s0, phase)
+                                one = fill(1, zero(T))
+                                filter_pixel(one, rows, rows_end, x, y, w, bytes_, first_bias, s1 - s0, phase)
                                 j += 1
-                            elif j_hi - j > SMALL and j_hi - j_lo >= least:
-                                j = max(j_lo, min(j, j_hi - BIG))
+                            elif end - j > SMALL:
+                                j = max(j0, min(j, end - BLOCK))
                                 at = j * step_w + origin
-                                width = 0 if j >= inner and j + BIG <= inner_end else W
+                                width = 0 if j >= inner and j + BLOCK <= inner_end else W
                                 filter_channels(
-                                    fill(BIG, zero(T)), rows, rows_end, at, pixel, y_row + j * y_step, y_step, j_hi - j,
-                                    bytes_, first_bias, phase, step_w, width, zeros,
+                                    fill(BLOCK, zero(T)), rows, rows_end, at, pixel, y_row + j * y_step, y_step,
+                                    end - j, bytes_, first_bias, phase, step_w, width,
                                     ahead + at * pixel, ahead_rows, field(g, SRC_H),
                                 )  # fmt: skip
-                                j += BIG
+                                j += BLOCK
                             else:
-                                j = max(j_lo, min(j, j_hi - SMALL))
+                                j = max(j0, min(j, end - SMALL))
                                 at = j * step_w + origin
                                 width = 0 if j >= inner and j + SMALL <= inner_end else W
                                 filter_channels(
                                     fill(SMALL, zero(T)), rows, rows_end, at, pixel, y_row + j * y_step, y_step,
-                                    j_hi - j, bytes_, first_bias, phase, step_w, width, zeros, 0, 0, 0,
+                                    end - j, bytes_, first_bias, phase, step_w, width, 0, 0, 0,
                                 )  # fmt: skip
                                 j += SMALL
                 if not DIRECT and m > 0:
@@ -1047,9 +1187,9 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
                 to = y_tile + every_h * i0 * field(g, DST_H) + every_w * j0 * field(g, DST_W)
                 _scatter(
                     T, L, SIZE, to, field(g, DST_H), field(g, DST_W), field(g, DST_C), result, field(g, RESULT_PITCH),
-                    c_last - c_first, rows_out, cols_out,
+                    pixel, c_last - c_first, rows_out, cols_out,
                 )  # fmt: skip
-            tile = next_tile(block)
+            tile, last_tile, away = _next_tiles(block, 7, g, number, tile + 1, last_tile, away)
 
     return depthwise_filter
 
@@ -1057,37 +1197,72 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
 # ---- wgrad ----------------------------------------------------------------------------------------------------
 
 
+@inline
+def _write_gradient(T, L, SIZE, wide, pitch, dw, c, C, taps):
+    """dw[c + lane][tap] = wide[tap][lane], rounded, in squares, the last of which overlaps its neighbour if it can."""
+    i = 0
+    while i < taps:
+        i = max(0, min(i, taps - L))
+        square = transpose(load_narrow(T, L, wide + i * pitch, pitch, taps - i))
+        to = dw + (c * taps + i) * SIZE
+        if C >= L and taps >= L:
+            store_block(square, to, taps * SIZE)
+        else:
+            store_block_clipped(square, to, taps * SIZE, min(L, C), taps - i)
+        i += L
+
+
 @functools.cache
-def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
+def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> Kernel:
     """A task adds up one part of all rectangles of dy for a chunk of channels, in f64.
 
     Sums in f32 lie in memory, [tap][channel]; a block of dy is in registers while the taps of a filter row are taken
     up, fed and put back. The last vector of channels overlaps its neighbour in x and dy, but not in the sums.
     """
     L, SIZE = lanes(T), np.dtype(T).itemsize
-    V = L * SIZE
-    LINES = BIG * STEP * V // 64
+    V, GUARDED = L * SIZE, DIRECT or TAPS >= GUARDED_TAPS
+    LINES = -(-BLOCK * STEP * V // 64)
 
     @inline
-    def add_block(dy, rows, rows_end, x, sums_at, phase, pitch):
-        tap, jump = field(phase, TAP), field(phase, JUMP)
-        for _ in range(field(phase, FULL)):
+    def add_block(dy, rows, rows_end, x, sums_at, phase, pitch, index, step_w, clip):
+        """What a block of dy adds to the sums, by TAPS columns of the filter at once and then one by one.
+
+        Where clip = (width, masks of the first of each kind) is given, a row is read at positions index + spread*i
+        from 0 to width - 1 only.
+        """
+        tap, jump, spread = field(phase, TAP), field(phase, JUMP), field(phase, W_SPREAD)
+        for f in range(field(phase, FULL)):
+            mask = 0
+            if clip is not None:
+                mask = clip[1] if f == 0 else _inside(index, spread, clip[0])
             row = rows
             while row < rows_end:
-                at = sums_at + load_scalar(np.int64, row + 8)
-                sums = slide_grad(load_block(T, TAPS, at, pitch), dy, STEP, x + load_scalar(np.int64, row), tap)
+                at, xs = sums_at + load_scalar(np.int64, row + 8), x + load_scalar(np.int64, row)
+                if clip is None:
+                    sums = slide_grad(load_block(T, TAPS, at, pitch), dy, STEP, xs, tap)
+                else:
+                    sums = slide_grad_inside(load_block(T, TAPS, at, pitch), dy, STEP, xs, tap, mask)
                 store_block(sums, at, pitch)
                 row += 16
             x += TAPS * tap
             sums_at += TAPS * pitch
-        for _ in range(field(phase, SINGLE)):
+            index += TAPS * spread
+        for f in range(field(phase, SINGLE)):
+            mask = 0
+            if clip is not None:
+                mask = clip[2] if f == 0 else _inside(index, step_w, clip[0])
             row = rows
             while row < rows_end:
-                at = sums_at + load_scalar(np.int64, row + 8)
-                store_block(slide_grad(load_block(T, 1, at, 0), dy, 1, x + load_scalar(np.int64, row), jump), at, 0)
+                at, xs = sums_at + load_scalar(np.int64, row + 8), x + load_scalar(np.int64, row)
+                if clip is None:
+                    one = slide_grad(load_block(T, 1, at, 0), dy, 1, xs, jump)
+                else:
+                    one = slide_grad_inside(load_block(T, 1, at, 0), dy, 1, xs, jump, mask)
+                store_block(one, at, 0)
                 row += 16
             x += tap
             sums_at += pitch
+            index += spread
 
     @inline
     def add_pixel(dy, rows, rows_end, x, sums_at, taps, tap, pitch):
@@ -1103,10 +1278,13 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
     @kernel
     def depthwise_wgrad(block):
         g, src, dst, partials = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
-        sums = partials + field(g, PARTIALS_BYTES) + thread_index(block) * field(g, THREAD_BYTES)
+        dw = argument(block, 4)
+        number = thread_number(block, argument(block, 5))
+        sums = partials + field(g, PARTIALS_BYTES) + number * field(g, THREAD_BYTES)
         image = sums + field(g, PACK_BYTES)
         plain = image + field(g, IMAGE_BYTES)
         result = plain + field(g, PLAIN_BYTES)
+        own = result + field(g, RESULT_BYTES)
         rows = sums + field(g, THREAD_BYTES) - field(g, ROWS_BYTES)
         at = sums
         while at < image:
@@ -1118,28 +1296,28 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
         taps = field(g, FILTER_T) * filter_r * filter_s
         pixel, y_bytes, y_step = field(g, SRC_W), field(g, DST_H), field(g, DST_W)
         if not DIRECT:
-            pixel, y_bytes, y_step = V, field(g, RESULT_PITCH), V
+            pixel, y_bytes, y_step = field(g, PIXEL), field(g, RESULT_PITCH), field(g, PIXEL)
         depth, phase = g + field(g, D_AT), g + field(g, PHASES_AT)
         step_h, step_w, origin, spread = field(g, STEP_H), field(g, STEP_W), field(g, ORIGIN_W), field(phase, W_SPREAD)
         inner, inner_end = field(phase, INNER), field(phase, INNER_END)
-        wide_pitch = field(g, PARTIAL_BYTES) // taps
 
         beside = -1
-        tile = next_tile(block)
-        while tile < field(g, TILES):
+        enter_share(block, 6, number)
+        tile, last_tile, away = _next_tiles(block, 6, g, number, 0, 0, 0)
+        while tile >= 0:
             part, slot = tile % parts, tile // parts * field(g, CHUNK)
             c_first, c_last = slot, (C if tile // parts == chunks - 1 else slot + field(g, CHUNK))
-            if not DIRECT:
-                c_first = max(0, min(slot, C - L))
-                c_last = min(C, c_first + L)
-            bytes_ = (c_last - c_first) * SIZE if DIRECT else V
-            wide = partials + part * field(g, PARTIAL_BYTES) + slot * 8
+            bytes_ = max(V, (c_last - c_first) * SIZE)
+            wide, wide_pitch = own, field(g, WIDE_PITCH)
+            if parts > 1:
+                wide, wide_pitch = partials + part * field(g, PARTIAL_BYTES) + slot * 8, field(g, PARTIAL_BYTES) // taps
             item, last = part * field(g, ITEMS) // parts, (part + 1) * field(g, ITEMS) // parts
-            fresh = True
+            fresh, pixels = True, 0
             while item < last:
                 rect = g + field(g, RECTS_AT) + item % rects * 32
                 i0, j0 = field(rect, 0), field(rect, 2)
                 i1, j1 = i0 + field(rect, 1), j0 + field(rect, 3)
+                pixels += (i1 - i0) * (j1 - j0)
                 o, n = item // rects % O, item // (rects * O)
                 d0 = o * field(depth, D_STEP) + field(depth, D_ORIGIN)
                 x_n = src + n * field(g, SRC_N) + c_first // field(g, DIV) * field(g, SRC_C)
@@ -1153,10 +1331,10 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
                     beside = j0
                     y = y_n + i0 * field(g, DST_H) + j0 * field(g, DST_W)
                     _gather(
-                        T, L, SIZE, result, y_bytes, plain, y, field(g, DST_H), field(g, DST_W), field(g, DST_C),
-                        c_first, 1, c_last - c_first, i1 - i0, j1 - j0,
+                        T, L, SIZE, result, y_bytes, pixel, plain, y, field(g, DST_H), field(g, DST_W),
+                        field(g, DST_C), c_first, 1, c_last - c_first, i1 - i0, j1 - j0,
                     )  # fmt: skip
-                    y_n = result - i0 * y_bytes - j0 * V
+                    y_n = result - i0 * y_bytes - j0 * pixel
                 for i in range(i0, i1):
                     rows_end = rows
                     for t in range(field(depth, D_TAPS)):
@@ -1167,7 +1345,7 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
                                 if h >= 0 and h < H:
                                     row = x_n + d * field(g, SRC_D) + h * field(g, SRC_H)
                                     if not DIRECT:
-                                        row = image + t * field(g, IMAGE_SLICE) - left * V
+                                        row = image + t * field(g, IMAGE_SLICE) - left * pixel
                                         row += (h - top) * field(g, IMAGE_PITCH)
                                     store_scalar(rows_end, row)
                                     store_scalar(rows_end + 8, sums + (t * filter_r + r) * filter_s * pitch)
@@ -1178,27 +1356,40 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
                     j = j0
                     while j < j1:
                         y, at = y_n + i * y_bytes + j * y_step, j * step_w + origin
-                        x, inside = at * pixel, 0 if j < inner else min(j1, inner_end) - j
-                        c = s = 0
-                        if inside >= BIG:
+                        x, c, s = at * pixel, 0, 0
+                        within, full, single = True, 0, 0
+                        if GUARDED:
+                            within = j >= inner and j + (BLOCK if j1 - j >= BLOCK else SMALL) <= inner_end
+                            if not within:
+                                full = _inside(at, spread, W)
+                                single = _inside(at + field(phase, FULL) * TAPS * spread, step_w, W)
+                        if j1 - j >= BLOCK:
                             x_ahead, y_ahead = ahead + x, y + y_bytes
                             while c < bytes_:
                                 c = min(c, bytes_ - V)
                                 for r in range(ahead_rows):
                                     prefetch(LINES, x_ahead + r * field(g, SRC_H))
-                                    prefetch(BIG, y_ahead)
+                                    prefetch(BLOCK, y_ahead)
                                 x_ahead += 64 * LINES
-                                y_ahead += 64 * BIG
-                                dy = load_block(T, BIG, y + c, y_step)
-                                add_block(dy, rows, rows_end, x + c, s, phase, pitch)
+                                y_ahead += 64 * BLOCK
+                                dy = load_block(T, BLOCK, y + c, y_step)
+                                if not GUARDED or within:
+                                    add_block(dy, rows, rows_end, x + c, s, phase, pitch, at, step_w, None)
+                                else:
+                                    clip = (W, full, single)
+                                    add_block(dy, rows, rows_end, x + c, s, phase, pitch, at, step_w, clip)
                                 c += V
                                 s += V
-                            j += BIG
-                        elif inside >= SMALL:
+                            j += BLOCK
+                        elif j1 - j >= SMALL:
                             while c < bytes_:
                                 c = min(c, bytes_ - V)
                                 dy_few = load_block(T, SMALL, y + c, y_step)
-                                add_block(dy_few, rows, rows_end, x + c, s, phase, pitch)
+                                if not GUARDED or within:
+                                    add_block(dy_few, rows, rows_end, x + c, s, phase, pitch, at, step_w, None)
+                                else:
+                                    clip = (W, full, single)
+                                    add_block(dy_few, rows, rows_end, x + c, s, phase, pitch, at, step_w, clip)
                                 c += V
                                 s += V
                             j += SMALL
@@ -1219,6 +1410,11 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
                                 c += V
                                 s += V
                             j += 1
+                item += 1
+                if item < last:  # as many pixels as f32 may add up
+                    rect = g + field(g, RECTS_AT) + item % rects * 32
+                    if pixels + field(rect, 1) * field(rect, 3) <= WGRAD_PIXELS:
+                        continue
                 for i in range(taps):
                     at, to = sums + i * pitch, wide + i * wide_pitch
                     c = 0
@@ -1228,9 +1424,24 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool) -> Kernel:
                         c += V
                         at += V
                         to += 8 * L
-                fresh = False
-                item += 1
-            tile = next_tile(block)
+                fresh, pixels = False, 0
+            if parts == 1:
+                c = 0
+                while c < bytes_:
+                    _write_gradient(
+                        T,
+                        L,
+                        SIZE,
+                        wide,
+                        wide_pitch,
+                        dw,
+                        c_first + max(0, min(c // SIZE, (bytes_ - V) // SIZE)),
+                        C,
+                        taps,
+                    )
+                    wide += 8 * L
+                    c += V
+            tile, last_tile, away = _next_tiles(block, 6, g, number, tile + 1, last_tile, away)
 
     return depthwise_wgrad
 
@@ -1248,15 +1459,11 @@ def _finish_kernel(T: type) -> Kernel:
         pitch = partial // taps
         group = next_tile(block)
         while group * L < C:
-            c, i = max(0, min(group * L, C - L)), 0
-            while i < taps:
-                at = partials + group * L * 8 + i * pitch
-                for tap in range(min(L, taps - i)):
-                    for part in range(1, parts):
-                        merge_wide(L, at + tap * pitch, at + tap * pitch + part * partial)
-                square = transpose(load_narrow(T, L, at, pitch, taps - i))
-                store_block_clipped(square, dw + (c * taps + i) * SIZE, taps * SIZE, min(L, C), taps - i)
-                i += L
+            for tap in range(taps):
+                for part in range(1, parts):
+                    at = partials + group * L * 8 + tap * pitch
+                    merge_wide(L, at, at + part * partial)
+            _write_gradient(T, L, SIZE, partials + group * L * 8, pitch, dw, max(0, min(group * L, C - L)), C, taps)
             group = next_tile(block)
 
     return depthwise_finish

@@ -70,6 +70,7 @@ __all__ = [
     "emit_rows",
     "emit_splat",
     "emit_store",
+    "enter_share",
     "fill",
     "fill_like",
     "fma",
@@ -90,6 +91,7 @@ __all__ = [
     "minimum",
     "mul",
     "next_of_share",
+    "next_of_static",
     "next_tile",
     "next_tile_of",
     "pack",
@@ -98,6 +100,7 @@ __all__ = [
     "store_block",
     "store_block_clipped",
     "store_clipped",
+    "store_first",
     "store_rows",
     "store_scalar",
     "sub",
@@ -636,6 +639,31 @@ def store_block_clipped(typingctx, block, address, pitch, count, limit):
     return types.void(block, *[types.int64] * 4), codegen
 
 
+@intrinsic
+def store_first(typingctx, block, address, pitch, count):
+    """store_block, of the vectors i < count only: by a jump behind the last of them.
+
+    Masks would do as well, but AMD's cores take some 20 cycles for a masked store of AVX2, and thousands where its page
+    is not there, even if all lanes are off.
+    """
+    if not is_block(block):
+        return None
+
+    def codegen(context, builder, signature, args):
+        block_, address_, pitch_, count_ = args
+        end = builder.append_basic_block("stored")
+        for i, value in enumerate(unpack(builder, block_)):
+            there = builder.append_basic_block("store")
+            builder.cbranch(builder.icmp_signed("<", ir.Constant(_I64, i), count_), there, end)
+            builder.position_at_end(there)
+            emit_store(builder, emit_offset(builder, address_, i, pitch_), value)
+        builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(block, *[types.int64] * 3), codegen
+
+
 @intrinsic(prefer_literal=True)
 def prefetch(typingctx, count, address):
     """prefetch(n, address): n cache lines, one behind the other, on their way to the second-level cache."""
@@ -729,23 +757,49 @@ def _emit_pick(builder: ir.IRBuilder, low: ir.Value, high: ir.Value, picks: list
     return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, len(picks)), picks))
 
 
-def _interleaved(count: int, half: int) -> list[int]:
-    """Picks for a half of a[0], b[0], a[1], b[1], ..."""
-    return [half * count // 2 + i // 2 + (count if i % 2 else 0) for i in range(count)]
+def _interleaved(count: int, unit: int, width: int, half: int) -> list[int]:
+    """Picks for a half of a[0], b[0], a[1], b[1], ... of each `width` lanes of two vectors, in units of some lanes."""
+    picks = []
+    for start in range(0, count, width):
+        for i in range(width // 2 // unit):
+            first = start + half * width // 2 + i * unit
+            picks += [*range(first, first + unit), *range(count + first, count + first + unit)]
+    return picks
 
 
 @intrinsic
 def transpose(typingctx, block):
-    """transpose(block) -> lane i of vector j becomes lane j of vector i, in log2(lanes) rounds of interleaving."""
+    """transpose(block) -> lane i of vector j becomes lane j of vector i, in log2(lanes) rounds of interleaving.
+
+    First within 16 bytes, where x86 has an instruction for each, then in units of 16 bytes: 24 instructions for 8 x 8
+    f32, where rounds across whole vectors would be 48 with AVX2.
+    """
     if not is_block(block) or block.count != block.dtype.count:
         return None
 
     def codegen(context, builder, signature, args):
         rows, count = unpack(builder, args[0]), block.count
-        for _ in range(count.bit_length() - 1):
-            pairs = list(zip(rows[: count // 2], rows[count // 2 :], strict=True))
-            rows = [_emit_pick(builder, a, b, _interleaved(count, half)) for a, b in pairs for half in (0, 1)]
-        return pack(builder, rows)
+        within = 16 // _element_bytes(rows[0].type)
+
+        def interleave(low, high, unit, width):
+            return [_emit_pick(builder, low, high, _interleaved(count, unit, width, half)) for half in (0, 1)]
+
+        distance = 1
+        while distance < within:  # rows i and i + distance of each 2 * distance; afterwards row k holds lanes k of each
+            for start in range(0, count, 2 * distance):
+                pairs = [(rows[start + i], rows[start + distance + i]) for i in range(distance)]
+                rows[start : start + 2 * distance] = [
+                    row for low, high in pairs for row in interleave(low, high, distance, within)
+                ]
+            distance *= 2
+        blocks, made = count // within, [rows[0]] * count
+        for k in range(within):
+            column = rows[k::within]
+            for _ in range(blocks.bit_length() - 1):
+                pairs = list(zip(column[: blocks // 2], column[blocks // 2 :], strict=True))
+                column = [row for low, high in pairs for row in interleave(low, high, within, count)]
+            made[k::within] = column
+        return pack(builder, made)
 
     return block(block), codegen
 
@@ -855,5 +909,35 @@ def next_of_share(block, first, threads, number, away, tasks):
         task = tasks * owner // threads + next_tile_of(block, first + owner)
         if task < tasks * (owner + 1) // threads:
             return task, away
+        away += 1
+    return -1, away
+
+
+_ENTERED = 1 << 40  # in a share's counter: its owner is at work
+
+
+@inline
+def enter_share(block, first, number):
+    """enter_share(block, i, number): tells the others that this thread works on its share; see `next_of_static`."""
+    atomic_add(block + ARGUMENTS_OFFSET + 8 * (first + number), _ENTERED)
+
+
+@inline
+def next_of_static(block, first, threads, number, away, tasks):
+    """next_of_share, but the tasks of others are taken only where these have not entered or have not done half.
+
+    A thread that ends a little sooner than the other leaves it alone. What it takes over is memory that the other core
+    wrote in the last launch, and it will have to be fetched back in the next one: a depthwise layer of 80 us took 130
+    where now and then a sixteenth of it changed hands (two cores of an AMD EPYC).
+    """
+    while away < threads:
+        owner = (number + away) % threads
+        start, counter = tasks * owner // threads, block + ARGUMENTS_OFFSET + 8 * (first + owner)
+        count = tasks * (owner + 1) // threads - start
+        seen = atomic_add(counter, 0) if away > 0 else 0
+        if seen < _ENTERED or 2 * (seen % _ENTERED) < count:
+            task = atomic_add(counter, 1) % _ENTERED
+            if task < count:
+                return start + task, away
         away += 1
     return -1, away
