@@ -504,7 +504,11 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
 
     def simple(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
         vector = operands[bias_at].contiguous() if bias_at >= 0 else None
-        out: Tensor = real(a.contiguous(memory_format=a_format), b.contiguous(memory_format=b_format), vector)
+        if not a.is_contiguous(memory_format=a_format):
+            a = to_layout(a, a_layout)
+        if not b.is_contiguous(memory_format=b_format):
+            b = to_layout(b, b_layout)
+        out: Tensor = real(a, b, vector)
         return out
 
     # An activation behind the engine, on its result where that lies.
