@@ -97,6 +97,7 @@ def test_right_on_random_problems(problem):
     "text, direction, dtype, layout, words",
     [
         ("n1 c4 h5 w5 k4 r1 s1", "fprop", "i32", "nchw", ["i32"]),
+        ("n0 c4 h5 w5 k4 r1 s1", "dgrad", "f32", "nchw", ["empty"]),
         ("n1 c4 h5 w5 k4 r1 s1 pad0:1", "dgrad", "f32", "nchw", ["((0, 1), (0, 1))"]),
         ("n1 c4 h5 w5 k4 r3 s3", "dgrad", "f32", "nchw", ["(3, 3)"]),
         ("n1 c4 h9 w9 k4 r3 s3 stride1,2", "fprop", "f32", "nchw", ["(1, 2)"]),

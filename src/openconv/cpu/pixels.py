@@ -55,6 +55,8 @@ class Pixels(Engine):
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         yield from float_refusals(problem)
+        if problem.is_empty:
+            yield "a tensor is empty; there are no vectors"
         if problem.direction == "wgrad":
             yield "the pass is wgrad; its sums go over the pixels, which are vectors here"
         if problem.layouts[0] != "nchw":
