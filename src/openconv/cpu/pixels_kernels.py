@@ -22,6 +22,7 @@ from .simd import (
     load_rows,
     load_scalar,
     next_tile,
+    prefetch,
     store,
     store_rows,
     store_scalar,
@@ -94,6 +95,7 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str) -> 
     LESS = max(ROWS - 1, 1)
     BESIDE = -(-ROWS // L)  # vectors that hold the scalars of a term
     SCALARS = (CHUNK * ROWS + BESIDE * L) * SIZE  # of a block
+    LINES = TOGETHER * ROWS * SIZE // 64 + 1
     PITCH = 0 if FORWARD else SIZE
     RUN, TABLE, WINDOWS = COPY == "run", COPY == "table", COPY == "windows"
     big, small, one = (_block_of_sums(T, rows, ACROSS, PITCH) for rows in (ROWS, LESS, 1))
@@ -168,6 +170,7 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str) -> 
         that is wanted of it is read at once. What a store writes too much the next one replaces."""
         for t in range(terms):
             row = row_of(first, large, less)
+            prefetch(LINES, source + (t + 8) * step + row * SIZE)  # rows of w may lie a page apart
             for part in range(first, end):
                 for v in range(BESIDE):
                     to = target + (part - first) * SCALARS + (t * ROWS + v * L) * SIZE
