@@ -643,8 +643,8 @@ def store_block_clipped(typingctx, block, address, pitch, count, limit):
 def store_first(typingctx, block, address, pitch, count):
     """store_block, of the vectors i < count only: by a jump behind the last of them.
 
-    Masks would do as well, but AMD's cores take some 20 cycles for a masked store of AVX2, and thousands where its page
-    is not there, even if all lanes are off.
+    Masks would do as well, but masked stores of AVX2 took longer on an AMD EPYC: a depthwise 3x3 layer of 8x960x7x7 in
+    nhwc went from 145 to 67 us without them.
     """
     if not is_block(block):
         return None
