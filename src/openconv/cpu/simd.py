@@ -772,7 +772,7 @@ def transpose(typingctx, block):
     """transpose(block) -> lane i of vector j becomes lane j of vector i, in log2(lanes) rounds of interleaving.
 
     First within 16 bytes, where x86 has an instruction for each, then in units of 16 bytes: 24 instructions for 8 x 8
-    f32, where rounds across whole vectors would be 48 with AVX2.
+    f32. AVX2 has no single instruction for a round across whole vectors.
     """
     if not is_block(block) or block.count != block.dtype.count:
         return None

@@ -161,7 +161,8 @@ def _overview(
         "Generated from `benchmarks/results` by `make docs`; `openconv report` makes plots and a page with filters of "
         "the same records. Ratios are the other library's time over ours, both in one process: above 1 openconv is "
         "faster. Times are medians of repeated calls, each of which allocates its result: on a CPU, openconv's results "
-        f"of {LARGE >> 20} MiB and more then lie in memory that an earlier one has left, while torch asks for new "
+        f"of {LARGE >> 20} MiB and more (12 when Intel CPUs were recorded) then lie in memory that an earlier one has "
+        "left, while torch asks for new "
         'pages. The first of its size does not: see "every result on new memory".'
     )
     parts = ["# Results", explanation]
