@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from openconv.device import Device
 from openconv.engine import Engine, UnsupportedProblem, engine_named
-from openconv.epilogue import IDENTITY, OPS, Acc, Const, Epilogue, Expr, Node, Operand, acc
+from openconv.epilogue import IDENTITY, OPS, Acc, Const, Epilogue, Expr, Finish, Node, Operand, acc
 from openconv.plan import device_of, lower, make_plan, plan_for
 from openconv.problem import DIRECTIONS, Problem
 from openconv.reference import allowed_error, error_of, random_inputs
@@ -571,6 +571,8 @@ class Run:
         reasons = list(engine.refusals(core, this_device()))
         assert not reasons, f"{engine.name} refuses '{core}': {reasons}; {self.where}"
         self.candidate = candidate or next(candidates(engine, problem))
+        if engine.takes_finish:
+            core = core.with_(epilogue=Finish.of(problem.epilogue).epilogue)
         self.runner = engine.build(core, this_device(), self.candidate.knobs)
         # An engine that adds no bias is built with the bias in the problem, and run without.
         self.core = core if engine.takes_bias or engine.takes_epilogue else core.with_(epilogue=IDENTITY)
@@ -588,9 +590,15 @@ class Run:
     def call(self) -> None:
         """Run the engine once more."""
         bias: Any = self.given[2] if self.operands else None
+        residual = []
         if self.candidate.engine.takes_epilogue:
             bias = tuple(self.given[2:])
-        self.runner(*self.given[:2], self._out, self.scratch if self.candidate.workspace else None, bias)
+        elif self.candidate.engine.takes_finish:
+            finish = Finish.of(self.core.epilogue)
+            values = dict(zip([o.name for o in self.core.epilogue.operands], self.given[2:], strict=True))
+            bias = values[finish.bias] if finish.bias else None
+            residual = [values[finish.residual]] if finish.residual else []
+        self.runner(*self.given[:2], self._out, self.scratch if self.candidate.workspace else None, bias, *residual)
 
     def check_margins(self) -> None:
         """The inputs are as they were, and nothing was written beyond result and workspace."""

@@ -18,6 +18,7 @@ from openconv.epilogue import (
     Acc,
     Const,
     Epilogue,
+    Finish,
     Node,
     Operand,
     acc,
@@ -27,7 +28,6 @@ from openconv.epilogue import (
     tensor,
 )
 from openconv.evaluate import activate, evaluate, evaluate_, finisher_
-from openconv.plan import split_bias
 from tests.support import EPILOGUES, FORMULAS, epilogues
 
 SHAPE = (2, 3, 4, 5)
@@ -418,15 +418,45 @@ def test_evaluate_leaves_the_accumulator_alone():
         ("+bias+mul(c.bias)", "bias", "+mul(c.bias)"),
     ],
 )
-def test_split_bias(text, name, rest):
-    assert split_bias(Epilogue.parse(text)) == (name, Epilogue.parse(rest))
+def test_only_the_bias_is_taken(text, name, rest):
+    found = Finish.of(Epilogue.parse(text), only_bias=True)
+    assert (found.bias, found.rest) == (name, Epilogue.parse(rest))
+    assert found.epilogue == (Epilogue().bias(name) if name else Epilogue())
+
+
+@pytest.mark.parametrize(
+    "text, taken, rest",
+    [
+        ("+bias+residual+relu", "+bias+residual+relu", ""),
+        ("+residual+clamp(-1,6)", "+residual+clamp(-1,6)", ""),
+        ("+relu", "+relu", ""),
+        ("+bias+relu+tanh", "+bias+relu", "+tanh"),
+        ("+relu+residual", "+relu", "+residual"),  # a limit ends it
+        ("+residual+bias+relu", "+residual", "+bias+relu"),  # the bias is what sums begin with
+        ("+residual+add(t.other)", "+residual", "+add(t.other)"),
+        ("+bias+add(c.other)+relu", "+bias", "+add(c.other)+relu"),
+        ("+scale+relu", "", "+scale+relu"),
+        ("+=sub(1,add(acc,c.bias))", "+bias", "+=sub(1,acc)"),
+        ("+=sub(1,relu(acc))", "", "+=sub(1,relu(acc))"),
+        ("+=mul(acc,sigmoid(acc))", "", "+=mul(acc,sigmoid(acc))"),
+        ("+bias+keep+relu", "", "+bias+keep+relu"),
+    ],
+)
+def test_what_is_done_as_sums_are_stored(text, taken, rest):
+    found = Finish.of(Epilogue.parse(text))
+    assert (str(found.epilogue), str(found.rest)) == (taken, rest)
+    names = [o.name for o in found.epilogue.operands]
+    assert [name for name in (found.bias, found.residual) if name] == names
 
 
 @given(epilogues(SMALL))
-def test_splitting_the_bias_changes_no_bit(epilogue):
+def test_what_is_taken_and_the_rest_are_the_whole(epilogue):
     assume(any(isinstance(node, Acc) for node in epilogue.expr.walk()))
-    name, rest = split_bias(epilogue)
+    found = Finish.of(epilogue)
     x, operands = accumulator(), operands_of(epilogue)
-    total = x if name is None else x + operands[name][:, None, None]
-    got, wanted = evaluate(rest, total, operands), evaluate(epilogue, x, operands)
+    total = x if found.bias is None else x + operands[found.bias][:, None, None]
+    total = total if found.residual is None else total + operands[found.residual]
+    if found.clamps:
+        total = total.clamp(found.low, found.high)
+    got, wanted = evaluate(found.rest, total, operands), evaluate(epilogue, x, operands)
     torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)

@@ -83,6 +83,8 @@ Runner = Callable[..., None]
 ``a`` and ``b`` are the two inputs of the pass (fprop: x, w; dgrad: dy, w; wgrad: x, dy), ``out`` the tensor to fill,
 all in the layouts and dtypes of the problem that was built; ``workspace`` is a byte tensor of ``workspace_bytes`` or
 None; ``bias`` is a vector over the result's channels or None, and is given to engines that set ``takes_bias`` only.
+Engines that set ``takes_finish`` are chosen for the problem with its bias alone, built for the epilogue of a
+:class:`~openconv.epilogue.Finish`, and given its residual, which lies as ``out`` does, behind the bias.
 Engines that set ``takes_epilogue`` get in its place a tuple of the epilogue's operands, in its order, in the result's
 dtype and those of its shape in its layout.
 
@@ -130,6 +132,8 @@ class Engine(ABC):
     """The kind of device it runs on."""
     takes_bias: ClassVar[bool] = False
     """Whether the runner adds a per-channel bias itself."""
+    takes_finish: ClassVar[bool] = False
+    """Whether the runner adds a residual and limits the result as it stores it (:class:`~openconv.epilogue.Finish`)."""
     takes_epilogue: ClassVar[bool] = False
     """Whether the runner computes any epilogue of a floating-point problem itself."""
     takes_fusion: ClassVar[bool] = False

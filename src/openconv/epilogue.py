@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -45,6 +45,7 @@ __all__ = [
     "Const",
     "Epilogue",
     "Expr",
+    "Finish",
     "Node",
     "Op",
     "Operand",
@@ -404,6 +405,84 @@ class Epilogue:
             return IDENTITY
         parser = _Parser(text)
         return cls(*(parser.whole() if text.startswith("+=") else parser.chain(acc)))
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What an engine with ``takes_finish`` computes of an epilogue as it stores its sums:
+
+        min(max(acc + bias + residual, low), high)
+
+    ``bias`` and ``residual`` are the names of operands, None for none; ``rest`` is what is left of the epilogue.
+
+    >>> found = Finish.of(Epilogue.parse("+bias+residual+relu+tanh"))
+    >>> found.bias, found.residual, found.low, str(found.epilogue), str(found.rest)
+    ('bias', 'residual', 0.0, '+bias+residual+relu', '+tanh')
+    """
+
+    bias: str | None = None
+    residual: str | None = None
+    low: float = -math.inf
+    high: float = math.inf
+    epilogue: Epilogue = field(default_factory=Epilogue)
+    rest: Epilogue = field(default_factory=Epilogue)
+
+    @property
+    def clamps(self) -> bool:
+        """Whether there is a limit."""
+        return self.low > -math.inf or self.high < math.inf
+
+    @classmethod
+    def of(cls, epilogue: Epilogue, *, only_bias: bool = False) -> Finish:
+        """As much of an epilogue as has this form. A bias is found wherever the accumulator is used once, by a sum with
+        it; the other steps where they follow it one behind the other."""
+        expr = epilogue.expr
+        if epilogue.also or sum(isinstance(node, Acc) for node in expr.walk()) != 1:
+            return cls(rest=epilogue)  # other uses are made of the same sums
+        taken: list[Node] = []
+        bias = residual = None
+        low, high = -math.inf, math.inf
+        while (node := _around_acc(expr)) is not None:
+            other = node.args[1] if node.op == "add" and isinstance(node.args[0], Acc) else None
+            if isinstance(other, Operand) and other.kind == "channel" and not taken:
+                bias = other.name
+            elif only_bias or not _is_chain(expr):
+                break
+            elif isinstance(other, Operand) and other.kind == "tensor" and residual is None:
+                residual = other.name
+            elif node.op in ("relu", "clamp"):
+                low, high = node.params if node.op == "clamp" else (0.0, math.inf)
+            else:
+                break
+            taken.append(node)
+            expr = _replaced(expr, node)
+            if node.op != "add":
+                break
+        made = Epilogue()
+        for node in taken:
+            made = made.then(node.op, *node.args[1:], params=node.params)
+        return cls(bias, residual, low, high, made, Epilogue(expr))
+
+
+def _around_acc(expr: Expr) -> Node | None:
+    """The node that has the accumulator as an argument."""
+    return next((n for n in expr.walk() if isinstance(n, Node) and any(isinstance(a, Acc) for a in n.args)), None)
+
+
+def _is_chain(expr: Expr) -> bool:
+    """Whether each step has the value so far as its first argument."""
+    while isinstance(expr, Node):
+        expr = expr.args[0]
+    return isinstance(expr, Acc)
+
+
+def _replaced(expr: Expr, node: Node) -> Expr:
+    """The expression with the accumulator in the place of a node that is there once."""
+    if expr == node:
+        return acc
+    if not isinstance(expr, Node):
+        return expr
+    return Node(expr.op, tuple(_replaced(arg, node) for arg in expr.args), expr.params)
 
 
 class _Parser:

@@ -31,7 +31,7 @@ from .cuda.device import CudaDevice, cuda_device, device_for
 from .cuda.launch import Single
 from .device import Device
 from .engine import Engine, Runner
-from .epilogue import IDENTITY, Acc, Epilogue, Expr, Node, Operand
+from .epilogue import IDENTITY, Epilogue, Finish
 from .evaluate import before, evaluate, evaluator_, finisher_, statistics
 from .prepared import kept, prepared
 from .problem import Problem
@@ -118,30 +118,8 @@ def _lower(problem: Problem, device: Device) -> Problem:
     if cuda:
         kept = IDENTITY if complex_ or y[0] in "iu" else problem.epilogue
     else:
-        bias, _ = split_bias(problem.epilogue)
-        kept = IDENTITY if bias is None or complex_ else Epilogue().bias(bias)
+        kept = IDENTITY if complex_ else Finish.of(problem.epilogue, only_bias=True).epilogue
     return problem.with_(dtypes=(x, w, y), layouts=(images, filters, images), epilogue=kept)
-
-
-def split_bias(epilogue: Epilogue) -> tuple[str | None, Epilogue]:
-    """The operand of a per-channel bias that comes before everything else, and the epilogue that remains."""
-    if epilogue.also:  # these are made of the same sums
-        return None, epilogue
-    uses = sum(isinstance(node, Acc) for node in epilogue.expr.walk())
-    names: list[str] = []
-
-    def strip(node: Expr) -> Expr:
-        if not isinstance(node, Node):
-            return node
-        if node.op == "add" and isinstance(node.args[0], Acc):
-            other = node.args[1]
-            if isinstance(other, Operand) and other.kind == "channel":
-                names.append(other.name)
-                return node.args[0]
-        return Node(node.op, tuple(strip(arg) for arg in node.args), node.params)
-
-    rest = strip(epilogue.expr) if uses == 1 else epilogue.expr
-    return (names[0], Epilogue(rest)) if names else (None, epilogue)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,27 +172,28 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
         return Plan(problem, core, device, policy, None, ("no products: fill with zeros",), call)
     candidate = candidate or choose(core, device, policy)
     engine = candidate.engine
-    built = engine.build(core, device, candidate.knobs)
-    runner = built.run if isinstance(built, Single) else built
     inner = problem if core.is_fused else _apart(problem, device)
-    bias, rest = _taken(inner, core, engine)
+    finish = _taken(inner, core, engine)
+    asked = core.with_(epilogue=finish.epilogue) if engine.takes_finish else core
+    built = engine.build(asked, device, candidate.knobs)
+    runner = built.run if isinstance(built, Single) else built
     lean = None
     if core.is_fused:
         call = _fused_call(core, candidate, runner)
     else:
         if device.kind == "cpu" and inner.dtypes != core.dtypes and not inner.dtypes[0].startswith("complex"):
-            wired = _cast_call(inner, core, candidate, runner, device, bias, rest)
+            wired = _cast_call(inner, core, candidate, runner, device, finish)
         else:
             real = _real_call(core, candidate, runner, device)
-            wired = _wire(inner, core, real, bias, rest, engine.takes_epilogue)
+            wired = _wire(inner, core, real, finish, engine.takes_epilogue)
         call = _around(problem, wired, device)
     if isinstance(device, CudaDevice) and candidate.workspace:
         call = _within_memory(call, problem, device, policy, candidate)
-    elif isinstance(device, CudaDevice) and core == problem and not core.is_fused and bias is None and rest.is_identity:
+    elif isinstance(device, CudaDevice) and core == problem and not core.is_fused and finish == Finish():
         lean = _lean_call(core, runner, device)
         if not problem.epilogue.operands:
             call = _bare_call(core, lean)
-    into = _into_call(problem, core, runner, bias, rest, engine)
+    into = _into_call(problem, core, runner, finish, engine)
     steps = _all_steps(problem, core, device, candidate)
     alone = not problem.epilogue.also and not problem.stats
     takes_all = core.is_fused or engine.takes_epilogue or not problem.epilogue.operands
@@ -222,14 +201,13 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
     return Plan(problem, core, device, policy, candidate, steps, call, lean, into, direct)
 
 
-def _taken(problem: Problem, core: Problem, engine: Engine) -> tuple[str | None, Epilogue]:
-    """Of the epilogue: the bias that the engine adds, and what torch computes behind the engine."""
+def _taken(problem: Problem, core: Problem, engine: Engine) -> Finish:
+    """What the engine computes of the epilogue as it stores, and what torch computes behind it."""
     if engine.takes_epilogue and not core.epilogue.is_identity:
-        return None, IDENTITY
-    bias, rest = split_bias(problem.epilogue)
-    if bias is None or not engine.takes_bias or problem.dtypes[0].startswith("complex"):
-        return None, problem.epilogue
-    return bias, rest
+        return Finish()
+    if not engine.takes_bias or problem.dtypes[0].startswith("complex"):
+        return Finish(rest=problem.epilogue)
+    return Finish.of(problem.epilogue, only_bias=not engine.takes_finish)
 
 
 def steps_of(problem: Problem, device: Device, candidate: Candidate, policy: Policy | None = None) -> tuple[str, ...]:
@@ -240,8 +218,8 @@ def steps_of(problem: Problem, device: Device, candidate: Candidate, policy: Pol
 def _all_steps(problem: Problem, core: Problem, device: Device, candidate: Candidate) -> tuple[str, ...]:
     """The steps around the engine's core, with those of torch where it is not fused."""
     inner = problem if core.is_fused else _apart(problem, device)
-    bias, rest = _taken(inner, core, candidate.engine)
-    steps = _steps(inner, core, candidate, bias, rest, _cut(inner, core, device, candidate, rest))
+    finish = _taken(inner, core, candidate.engine)
+    steps = _steps(inner, core, candidate, finish, _cut(inner, core, device, candidate, finish))
     if inner is not problem:
         if not problem.prologue.is_identity:
             steps.insert(0, f"compute x{problem.prologue} with torch")
@@ -278,9 +256,7 @@ def _within_memory(call: Any, problem: Problem, device: Device, policy: Policy, 
     return run
 
 
-def _steps(
-    problem: Problem, core: Problem, candidate: Candidate, bias: str | None, rest: Epilogue, cut: Any
-) -> list[str]:  # fmt: skip
+def _steps(problem: Problem, core: Problem, candidate: Candidate, finish: Finish, cut: Any) -> list[str]:
     """What happens in a call, in order, one phrase each."""
     names = ("x", "w", "y")
     steps = [
@@ -293,7 +269,9 @@ def _steps(
             steps.append(f"copy {name} from {have} to {want}")
     steps += candidate.engine.copies(core, candidate.knobs)
     times = "four times, on real and imaginary parts, " if problem.dtypes[0].startswith("complex") else ""
-    fused = f" with {bias}" if bias else ""
+    fused = f" with {finish.bias}" if finish.bias else ""
+    if finish.epilogue != core.epilogue and not finish.epilogue.is_identity:
+        fused = f" with {finish.epilogue}"
     if candidate.engine.takes_epilogue and not core.epilogue.is_identity:
         fused = f" with {core.epilogue}"
     if core.is_fused:
@@ -303,8 +281,8 @@ def _steps(
     told = candidate.engine.told(core, candidate.knobs)
     name = candidate.engine.name
     steps.append(f"run {name}: {times}{told}{fused}" if told else f"run {name} {times}[{candidate.knobs}]{fused}")
-    if not rest.is_identity:
-        steps.append(f"evaluate {rest} with torch")
+    if not finish.rest.is_identity:
+        steps.append(f"evaluate {finish.rest} with torch")
     have, want = core.result_dtype, problem.result_dtype
     if have != want and not want.startswith("complex"):
         steps.append(f"cast the result {have} to {want}")
@@ -322,7 +300,7 @@ def _real_call(core: Problem, candidate: Candidate, runner: Runner, device: Devi
     lent = device.kind == "cpu" and 0 < workspace_bytes < FRESH
     quick = _empty_cpu if device.kind == "cpu" else None
 
-    def run(a: Tensor, b: Tensor, bias: Any) -> Tensor:
+    def run(a: Tensor, b: Tensor, *given: Any) -> Tensor:
         if large:
             out = large_tensor(shape, strides, dtype)
         elif quick is not None:
@@ -331,7 +309,7 @@ def _real_call(core: Problem, candidate: Candidate, runner: Runner, device: Devi
             out = torch.empty_strided(shape, strides, dtype=dtype, device=a.device)
         if lent:
             block = borrow(workspace_bytes)
-            runner(a, b, out, block[:workspace_bytes], bias)
+            runner(a, b, out, block[:workspace_bytes], *given)
             give_back(block)
             return out
         workspace: Tensor | None = None
@@ -339,7 +317,7 @@ def _real_call(core: Problem, candidate: Candidate, runner: Runner, device: Devi
             workspace = large_tensor((workspace_bytes,), (1,), torch.uint8)
         elif workspace_bytes:
             workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=a.device)
-        runner(a, b, out, workspace, bias)
+        runner(a, b, out, workspace, *given)
         return out
 
     return run
@@ -373,7 +351,7 @@ def _fused_call(core: Problem, candidate: Candidate, runner: Runner) -> Callable
 
 
 def _into_call(
-    problem: Problem, core: Problem, runner: Runner, bias: str | None, rest: Epilogue, engine: Engine
+    problem: Problem, core: Problem, runner: Runner, finish: Finish, engine: Engine
 ) -> Callable[..., None] | None:  # fmt: skip
     """``Plan.into``; None where torch has a part in it."""
     if (core.dtypes, core.layouts, core.is_fused) != (problem.dtypes, problem.layouts, problem.is_fused):
@@ -385,14 +363,18 @@ def _into_call(
             runner(a, b, results[0], workspace, tuple(operands), *more)
 
         return fused
-    if not rest.is_identity:
+    if not finish.rest.is_identity:
         return None
     names = [operand.name for operand in problem.epilogue.operands]
-    at, whole = names.index(bias) if bias else -1, engine.takes_epilogue
+    at, whole = names.index(finish.bias) if finish.bias else -1, engine.takes_epilogue
+    residual_at = names.index(finish.residual) if finish.residual else -1
 
     def run(a: Tensor, b: Tensor, operands: Any, results: Any, workspace: Tensor | None) -> None:
         given = tuple(operands) if whole else (operands[at] if at >= 0 else None)
-        runner(a, b, results[0], workspace, given)
+        if residual_at >= 0:
+            runner(a, b, results[0], workspace, given, operands[residual_at])
+        else:
+            runner(a, b, results[0], workspace, given)
 
     return run
 
@@ -477,21 +459,24 @@ def _bare_call(core: Problem, lean: Callable[..., Tensor]) -> Callable[..., Tens
     return run
 
 
-def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Epilogue, takes_epilogue: bool) -> Any:
+def _wire(problem: Problem, core: Problem, real: Any, finish: Finish, takes_epilogue: bool) -> Any:
     """The whole call around the engine's: casts, layouts, complex parts, epilogue."""
+    bias, rest = finish.bias, finish.rest
     (a_dtype, a_layout), (b_dtype, b_layout) = ((DTYPES[core.dtypes[at]], core.layouts[at]) for at in problem.inputs)
     out_dtype, core_dtype = DTYPES[problem.result_dtype], DTYPES[core.result_dtype]
     out_layout = problem.layouts[problem.result]
     names = [operand.name for operand in problem.epilogue.operands]
     bias_at = names.index(bias) if bias else -1
+    residual_at = names.index(finish.residual) if finish.residual else -1
     complex_ = problem.dtypes[0].startswith("complex")
-    finish = evaluator_(rest)
+    behind = evaluator_(rest)
     same = out_dtype == core_dtype and core.dtypes == problem.dtypes and not complex_
     plain = same and rest.is_identity
     activate = finisher_(rest) if same and out_dtype.is_floating_point and not takes_epilogue else None
     a_format, b_format = (memory_format(problem.rank + 2, layout) for layout in (a_layout, b_layout))
     forms = [memory_format(problem.rank + 2, layout) for layout in _operand_layouts(core)]
     none = () if takes_epilogue else None
+    result_format = memory_format(problem.rank + 2, core.layouts[core.result])
 
     def fused(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
         values = tuple([
@@ -508,6 +493,12 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
             a = to_layout(a, a_layout)
         if not b.is_contiguous(memory_format=b_format):
             b = to_layout(b, b_layout)
+        if residual_at >= 0:
+            residual = operands[residual_at]
+            if not residual.is_contiguous(memory_format=result_format):
+                residual = residual.contiguous(memory_format=result_format)
+            made: Tensor = real(a, b, vector, residual)
+            return made
         out: Tensor = real(a, b, vector)
         return out
 
@@ -529,21 +520,23 @@ def _wire(problem: Problem, core: Problem, real: Any, bias: str | None, rest: Ep
                       for name, v in values.items()}  # fmt: skip
             return to_layout(evaluate(rest, torch.complex(re, im), values).to(out_dtype), out_layout)
         values = {name: value.to(core_dtype) for name, value in values.items()}
-        vector = values[bias].contiguous() if bias else none
-        out = real(to_layout(a.to(a_dtype), a_layout), to_layout(b.to(b_dtype), b_layout), vector)
-        return to_layout(finish(out, values).to(out_dtype), out_layout)  # an operand may have led to its own strides
+        given = [values[bias].contiguous() if bias else none]
+        if finish.residual:
+            given.append(values[finish.residual].contiguous(memory_format=result_format))
+        out = real(to_layout(a.to(a_dtype), a_layout), to_layout(b.to(b_dtype), b_layout), *given)
+        return to_layout(behind(out, values).to(out_dtype), out_layout)  # an operand may have led to its own strides
 
     if takes_epilogue and plain:
         return fused
     return simple if plain else general if activate is None else activated
 
 
-def _cut(problem: Problem, core: Problem, device: Device, candidate: Candidate, rest: Epilogue) -> Any:
+def _cut(problem: Problem, core: Problem, device: Device, candidate: Candidate, finish: Finish) -> Any:
     """How much is cast and computed at a time by one thread, in its own cache; None for all at once."""
     kinds = set(problem.dtypes)
     if device.kind != "cpu" or kinds not in ({"f16"}, {"bf16"}) or problem.layouts != core.layouts:
         return None
-    if not rest.is_identity:
+    if not finish.rest.is_identity or finish.epilogue != core.epilogue:
         return None
     from .cpu.casts import cut_of
 
@@ -551,8 +544,7 @@ def _cut(problem: Problem, core: Problem, device: Device, candidate: Candidate, 
 
 
 def _cast_call(
-    problem: Problem, core: Problem, candidate: Candidate, runner: Runner, device: Device, bias: str | None,
-    rest: Epilogue,
+    problem: Problem, core: Problem, candidate: Candidate, runner: Runner, device: Device, finish: Finish
 ) -> Any:  # fmt: skip
     """The whole call of a problem that the CPU computes in another dtype than that of its tensors.
 
@@ -570,9 +562,10 @@ def _cast_call(
     out_strides = empty(shapes[result], out_dtype, out_layout, torch.device("meta")).stride()
     large = out_dtype.itemsize * prod(shapes[result]) >= LARGE
     names = [operand.name for operand in problem.epilogue.operands]
-    finish, keeps = evaluator_(rest), problem.direction == "fprop"
+    behind, keeps, bias = evaluator_(finish.rest), problem.direction == "fprop", finish.bias
+    form = memory_format(problem.rank + 2, core.layouts[result])
     pieces = None
-    if (cut := _cut(problem, core, device, candidate, rest)) is not None:
+    if (cut := _cut(problem, core, device, candidate, finish)) is not None:
         from .cpu.casts import build
 
         pieces = build(core, problem.dtypes[0], candidate.engine, candidate.knobs, device, cut, bias is not None)
@@ -618,8 +611,9 @@ def _cast_call(
     def whole(a: Tensor, b: Tensor, values: dict[str, Tensor], vector: Tensor | None, memory: Tensor) -> Tensor:
         sums = room(result, memory) if result in places else fresh()
         workspace = memory[: candidate.workspace] if candidate.workspace else None
-        runner(cast(a, first, memory), cast(b, second, memory), sums, workspace, vector)
-        made = finish(sums, values)
+        more = (values[finish.residual].contiguous(memory_format=form),) if finish.residual else ()
+        runner(cast(a, first, memory), cast(b, second, memory), sums, workspace, vector, *more)
+        made = behind(sums, values)
         if result in places:
             return fresh().copy_(made)
         return to_layout(made.to(out_dtype), out_layout)  # an operand may have led to its own strides

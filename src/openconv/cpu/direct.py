@@ -19,6 +19,7 @@ from ..problem import Problem
 from ..tensors import DTYPES
 from . import direct_kernels as kernels
 from .direct_plan import CHUNK, Cut, Geometry, geometry_of, is_even, line_cycles
+from .finish import Words
 from .matrices import Region, float_refusals, sum_error
 from .runtime import launch, numbering
 from .simd import LANE_BYTES
@@ -61,6 +62,7 @@ class Direct(Engine):
 
     name = "cpu.direct"
     takes_bias = True
+    takes_finish = True
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         yield from float_refusals(problem)
@@ -213,7 +215,7 @@ def _regions(problem: Problem, cut: Cut) -> tuple[Region, ...]:
     if problem.direction == "wgrad":
         ordered = Region(prod(geometry.filter) * geometry.i * padded, size)
         return ordered, Region(0, size), Region(cut.threads * cut.thread_bytes, 1), slots
-    bias = Region(0 if problem.epilogue.is_identity else padded, size)
+    bias = Region(padded if any(o.kind == "channel" for o in problem.epilogue.operands) else 0, size)
     return Region(cut.filter_elements, size), bias, Region(cut.threads * cut.thread_bytes, 1), slots
 
 
@@ -275,7 +277,10 @@ def _build(problem: Problem, cut: Cut) -> Runner:
     stride = geometry.axes[2][0].stride
     constant = stride * size if not geometry.channels_last and stride <= 2 else 0
     pitch = stride * cut.pixel * size
-    convolve = kernels.convolve_kernel(T, cut.block_rows, cut.across, constant, geometry.channels_last, _ahead(cut))
+    finish = Words(problem)
+    convolve = kernels.convolve_kernel(
+        T, cut.block_rows, cut.across, constant, geometry.channels_last, _ahead(cut), finish.wanted
+    )
     fill = kernels.pack_kernel(T, geometry.channels_last) if cut.mode == 1 else None
     order, key = _order(problem, cut), (Direct.name, str(problem.with_(n=1, epilogue="")), str(cut))
     regions, tasks = _regions(problem, cut), cut.tiles * cut.ranges[0]
@@ -291,7 +296,8 @@ def _build(problem: Problem, cut: Cut) -> Runner:
     in_place = row_bytes if alone else 0
     _, biases_at, memory_at, slots_at = Region.places(regions)
 
-    def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None) -> None:
+    def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None,
+            residual: Tensor | None = None) -> None:  # fmt: skip
         base = workspace.data_ptr()
         filters = kept(b, key) if forward else b if in_place else None
         if filters is None:
@@ -311,7 +317,7 @@ def _build(problem: Problem, cut: Cut) -> Runner:
         if fill:
             launch(fill, (cut.tiles, a.data_ptr(), base + slots_at, plan.data_ptr()), team)
         args = (tasks, a.data_ptr(), filters.data_ptr(), result.data_ptr(), start, base + slots_at, base + memory_at,
-                plan.data_ptr(), pitch, numbering(team), in_place)  # fmt: skip
+                plan.data_ptr(), pitch, numbering(team), in_place, *finish.of(result, residual))  # fmt: skip
         launch(convolve, args, team)
         _ = tables  # they live as long as the call
 

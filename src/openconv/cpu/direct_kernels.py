@@ -28,6 +28,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from .finish import finish_row, finish_rows, finish_square
 from .runtime import Kernel, kernel
 from .simd import (
     add_blocks,
@@ -188,20 +189,27 @@ def store_table(typingctx, block, base, table, scale, count):
 
 
 @functools.cache
-def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int, AHEAD: bool = False) -> Any:
+def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int, AHEAD: bool, FINISH: bool) -> Any:
     """sums[ROWS x ACROSS vectors] = start + (sum over terms of scalars * vectors). PITCH is the distance of the scalars
     where it is known beforehand, else 0. AHEAD: with each term a line is asked for, `ahead` and `ahead_pitch` say
-    which."""
+    which. FINISH: sums are finished with `more` and `limits`, unless the latter is 0."""
     COUNT = ROWS * ACROSS
+    finish = finish_rows(T, ROWS, ACROSS)
 
     @inline
-    def block_of_sums(start, start_pitch, sums, sums_pitch, a, pitch, offsets, terms, b, b_pitch, ahead, ahead_pitch):
+    def block_of_sums(
+        start, start_pitch, sums, sums_pitch, a, pitch, offsets, terms, b, b_pitch, ahead, ahead_pitch, more, limits
+    ):
         acc = fill(COUNT, zero(T))
         for term in range(terms):
             if AHEAD:
                 prefetch(1, ahead + term * ahead_pitch)
             acc = step(acc, a + load_scalar(np.int64, offsets + 8 * term), pitch, b + term * b_pitch)
-        store_rows(add_blocks(acc, load_rows(T, ROWS, ACROSS, start, start_pitch)), ROWS, sums, sums_pitch)
+        total = add_blocks(acc, load_rows(T, ROWS, ACROSS, start, start_pitch))
+        if FINISH:
+            if limits != 0:
+                total = finish(total, sums, sums_pitch, more, limits)
+        store_rows(total, ROWS, sums, sums_pitch)
 
     if PITCH:
 
@@ -401,19 +409,22 @@ def pack_kernel(T: type, CHANNELS_LAST: bool) -> Kernel:
 
 
 @functools.cache
-def _writer(T: type, ACROSS: int, CHANNELS_LAST: bool) -> Any:
+def _writer(T: type, ACROSS: int, CHANNELS_LAST: bool, FINISH: bool) -> Any:
     """What brings the sums of neighbouring pixels and of one block of channels to where the result has them."""
     L, SIZE = lanes(T), np.dtype(T).itemsize
     PITCH = ACROSS * L * SIZE  # of the sums of neighbouring pixels
+    finished, finished_square = finish_row(T), finish_square(T)
 
     @inline
-    def write(sums, y, distance, count, channels):
+    def write(sums, y, distance, count, channels, more, limits):
         """`distance` is that of neighbouring pixels (nhwc) or channels (nchw) in the result."""
         for v in range(ACROSS):
             some = min(channels - v * L, L)
             if CHANNELS_LAST:
                 for q in range(count if some > 0 else 0):
                     value = load(T, sums + q * PITCH + v * L * SIZE)
+                    if FINISH:
+                        value = finished(value, y + q * distance + v * L * SIZE, 0, some, more, limits)
                     if some == L:
                         store(y + q * distance + v * L * SIZE, value)
                     else:
@@ -422,6 +433,8 @@ def _writer(T: type, ACROSS: int, CHANNELS_LAST: bool) -> Any:
                 place, q = y + v * L * distance, 0
                 while q < count:
                     square = transpose(load_block(T, L, sums + q * PITCH + v * L * SIZE, PITCH))
+                    if FINISH:
+                        square = finished_square(square, place + q * SIZE, distance, more, limits, some, count - q)
                     if some == L and q + L <= count:
                         store_block(square, place + q * SIZE, distance)
                     else:
@@ -432,9 +445,12 @@ def _writer(T: type, ACROSS: int, CHANNELS_LAST: bool) -> Any:
 
 
 @functools.cache
-def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool, AHEAD: bool) -> Kernel:
+def convolve_kernel(
+    T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool, AHEAD: bool, FINISH: bool
+) -> Kernel:  # fmt: skip
     """fprop and dgrad. Arguments: tasks, x, filters, y, bias, slots or 0, memory of the threads, plan, pitch,
-    numbering of the threads, bytes from a term to the next where filters are read in place, else 0.
+    numbering of the threads, bytes from a term to the next where filters are read in place, else 0, and the two words
+    of `finish.py`.
 
     A task is a tile and a range of the result's channels. Rows of a tile are cut into blocks of ROWS pixels, and of one
     pixel less where that makes them come out even.
@@ -446,8 +462,8 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
     L, SIZE = lanes(T), np.dtype(T).itemsize
     VECTOR = ACROSS * L * SIZE
     LESS = max(ROWS - 1, 1)
-    big, small, one = (_block_of_sums(T, rows, ACROSS, PITCH, AHEAD) for rows in (ROWS, LESS, 1))
-    fill_slot, write = _filler(T, CHANNELS_LAST), _writer(T, ACROSS, CHANNELS_LAST)
+    big, small, one = (_block_of_sums(T, rows, ACROSS, PITCH, AHEAD, FINISH) for rows in (ROWS, LESS, 1))
+    fill_slot, write = _filler(T, CHANNELS_LAST), _writer(T, ACROSS, CHANNELS_LAST, FINISH)
 
     @kernel
     def convolve(block):
@@ -456,6 +472,7 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
         )  # fmt: skip
         slots, memory, plan, pitch = argument(block, 5), argument(block, 6), argument(block, 7), argument(block, 8)
         mine, in_place = memory + thread_number(block, argument(block, 9)) * _word(plan, _THREAD), argument(block, 10)
+        more, limits = argument(block, 11), argument(block, 12)
         sums, slot = mine, mine + _word(plan, _SUMS)
         ranges, range_blocks, blocks = _word(plan, _RANGES), _word(plan, _RANGE_BLOCKS), _word(plan, _BLOCKS)
         mode, chunk, line = _word(plan, _MODE), _word(plan, _CHUNK), _word(plan, _ROW_PIXELS)
@@ -522,43 +539,44 @@ def convolve_kernel(T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: 
                                         a = place + q * stride * pixel * SIZE
                                         ahead = a + 2 * ROWS * pixel * SIZE + first * ROWS * SIZE
                                         to, to_pitch = target + q * step * VECTOR, step * VECTOR
-                                        start, start_pitch = to, to_pitch
+                                        start, start_pitch, now = to, to_pitch, 0
                                         if first == 0:
                                             start, start_pitch = bias + (group * blocks + at) * VECTOR, 0
                                         if CHANNELS_LAST and last and channels >= ACROSS * L:
-                                            to, to_pitch = result + ready * distance, distance
+                                            to, to_pitch, now = result + ready * distance, distance, limits
                                         table, those_ = offsets + 8 * first, vectors + first * term_pitch
                                         if part < large:
                                             big(start, start_pitch, to, to_pitch, a, pitch, table, some, those_,
-                                                term_pitch, ahead, ROWS * SIZE)  # fmt: skip
+                                                term_pitch, ahead, ROWS * SIZE, more, now)  # fmt: skip
                                             q, ready = q + ROWS, ready + ROWS
                                         elif part < large + less:
                                             small(start, start_pitch, to, to_pitch, a, pitch, table, some, those_,
-                                                  term_pitch, ahead, ROWS * SIZE)  # fmt: skip
+                                                  term_pitch, ahead, ROWS * SIZE, more, now)  # fmt: skip
                                             q, ready = q + LESS, ready + LESS
                                         else:
                                             one(start, start_pitch, to, to_pitch, a, pitch, table, some, those_,
-                                                term_pitch, ahead, ROWS * SIZE)  # fmt: skip
+                                                term_pitch, ahead, ROWS * SIZE, more, now)  # fmt: skip
                                             q, ready = q + 1, ready + 1
                                         if last and not CHANNELS_LAST and ready - done >= 2 * L:
                                             # Squares leave as soon as they are there: stores drain beside the sums.
                                             count = (ready - done) // L * L
-                                            write(
-                                                begin + done * VECTOR, result + done * SIZE, distance, count, channels
-                                            )
+                                            write(begin + done * VECTOR, result + done * SIZE, distance, count,
+                                                  channels, more, limits)  # fmt: skip
                                             done += count
                                     if last and (r == rows - 1 or not whole):
                                         if not CHANNELS_LAST:
                                             rest = begin + done * VECTOR
-                                            write(rest, result + done * SIZE, distance, ready - done, channels)
+                                            write(rest, result + done * SIZE, distance, ready - done, channels,
+                                                  more, limits)  # fmt: skip
                                         elif channels < ACROSS * L:
-                                            write(begin, result, distance, ready, channels)
+                                            write(begin, result, distance, ready, channels, more, limits)
                             first += chunk
                     if not single:
                         for b in range(images):
                             for r in range(rows):
                                 from_ = sums + (b * tile_rows + r) * line * VECTOR
-                                write(from_, here + b * image_bytes + r * row_bytes, distance, count_all, channels)
+                                write(from_, here + b * image_bytes + r * row_bytes, distance, count_all, channels,
+                                      more, limits)  # fmt: skip
             task = next_tile(block)
 
     return convolve
@@ -678,7 +696,7 @@ def gradient_kernel(
     L, SIZE = lanes(T), np.dtype(T).itemsize
     VECTOR = ACROSS * L * SIZE
     LESS = max(ROWS - 1, 1)
-    big, small, one = (_block_of_sums(T, rows, ACROSS, PITCH, AHEAD) for rows in (ROWS, LESS, 1))
+    big, small, one = (_block_of_sums(T, rows, ACROSS, PITCH, AHEAD, False) for rows in (ROWS, LESS, 1))
     fill_slot = _turning_filler(T) if TURNS else _filler(T, CHANNELS_LAST)
 
     @inline
@@ -782,17 +800,17 @@ def gradient_kernel(
                                     start, start_pitch = nothing, 0
                                 if part < large:
                                     big(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, those, step,
-                                        ahead, ahead_pitch)  # fmt: skip
+                                        ahead, ahead_pitch, 0, 0)  # fmt: skip
                                     to += ROWS * VECTOR
                                     a += ROWS * pitch
                                 elif part < large + less:
                                     small(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, those, step,
-                                          ahead, ahead_pitch)  # fmt: skip
+                                          ahead, ahead_pitch, 0, 0)  # fmt: skip
                                     to += LESS * VECTOR
                                     a += LESS * pitch
                                 else:
                                     one(start, start_pitch, to, VECTOR, a, pitch, offsets, pixels, those, step,
-                                        ahead, ahead_pitch)  # fmt: skip
+                                        ahead, ahead_pitch, 0, 0)  # fmt: skip
                                     to += VECTOR
                                     a += pitch
             task = next_tile(block)

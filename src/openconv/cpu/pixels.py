@@ -16,6 +16,7 @@ from ..engine import Engine, Knobs, Runner, Traits
 from ..problem import DTYPE_BYTES, Problem
 from ..tensors import DTYPES
 from .direct_plan import is_even, line_cycles
+from .finish import Words
 from .matrices import Region, float_refusals, sum_error
 from .pixels_kernels import CHUNK, TOGETHER, pixels_kernel
 from .runtime import launch, numbering
@@ -52,6 +53,7 @@ class Pixels(Engine):
 
     name = "cpu.pixels"
     takes_bias = True
+    takes_finish = True
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         yield from float_refusals(problem)
@@ -195,7 +197,8 @@ def _build(problem: Problem, cut: _Cut) -> Runner:
     size, dtype = DTYPE_BYTES[problem.result_dtype], DTYPES[problem.result_dtype]
     T: type = np.float32 if size == 4 else np.float64
     forward, copy = problem.direction == "fprop", _copy(problem)
-    convolve = pixels_kernel(T, cut.rows, _ACROSS, forward, copy)
+    finish = Words(problem)
+    convolve = pixels_kernel(T, cut.rows, _ACROSS, forward, copy, finish.wanted)
     plane = prod(problem.spatial) if forward else prod(problem.out)
     none = torch.zeros(1, dtype=dtype)
     words = {"run": _nothing, "table": _offsets, "windows": _windows}[copy](problem)
@@ -209,11 +212,12 @@ def _build(problem: Problem, cut: _Cut) -> Runner:
         cut.range_rows, pitch, step, table.data_ptr(), _thread_bytes(problem, cut),
     )  # fmt: skip
 
-    def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None) -> None:
+    def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None,
+            residual: Tensor | None = None) -> None:  # fmt: skip
         start, start_pitch = (none, 0) if bias is None else (bias, size)
         places = (tasks, a.data_ptr(), b.data_ptr(), result.data_ptr(), start.data_ptr(), start_pitch,
                   workspace.data_ptr())  # fmt: skip
-        launch(convolve, (*places, *numbers, numbering(team)), team)
+        launch(convolve, (*places, *numbers, numbering(team), *finish.of(result, residual)), team)
         _ = table  # it lives as long as the call
 
     return run

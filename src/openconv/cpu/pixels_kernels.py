@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .direct_kernels import cut_line
+from .finish import finish_rows, finish_vector
 from .runtime import Kernel, kernel
 from .simd import (
     add_blocks,
@@ -44,16 +45,22 @@ def word(table, index):
 
 
 @functools.cache
-def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int) -> Any:
-    """sums = start + (sum over terms of scalars * vectors). PITCH is the distance of the scalars where it is known."""
+def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int, FINISH: bool) -> Any:
+    """sums = start + (sum over terms of scalars * vectors). PITCH is the distance of the scalars where it is known.
+    FINISH: sums are finished with `more` and `limits`, unless the latter is 0."""
     COUNT, VECTOR = ROWS * ACROSS, ACROSS * lanes(T) * np.dtype(T).itemsize
+    finish = finish_rows(T, ROWS, ACROSS)
 
     @inline
-    def block_of_sums(start, start_pitch, sums, sums_pitch, a, pitch, step, terms, b):
+    def block_of_sums(start, start_pitch, sums, sums_pitch, a, pitch, step, terms, b, more, limits):
         acc = fill(COUNT, zero(T))
         for term in range(terms):
             acc = product(acc, a + term * step, pitch, b + term * VECTOR)
-        store_rows(add_blocks(acc, load_rows(T, ROWS, ACROSS, start, start_pitch)), ROWS, sums, sums_pitch)
+        total = add_blocks(acc, load_rows(T, ROWS, ACROSS, start, start_pitch))
+        if FINISH:
+            if limits != 0:
+                total = finish(total, sums, sums_pitch, more, limits)
+        store_rows(total, ROWS, sums, sums_pitch)
 
     if PITCH:
 
@@ -70,13 +77,13 @@ def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int) -> Any:
 
 
 @functools.cache
-def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str) -> Kernel:
+def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FINISH: bool) -> Kernel:
     """y[channel, pixel] = start[channel] + sum over terms of w * x[term, pixel].
 
     Arguments: tasks, x, w, y, start, bytes from the start of a channel to the next (0: all have one), memory; groups,
     terms, channels of the result, pixels of an image, pixels of a plane of x, pixels of all images, vectors of a tile,
     ranges, channels of a range, bytes from the scalar of a channel to the next and from a term to the next, table,
-    bytes of a thread; numbering of the threads.
+    bytes of a thread; numbering of the threads, and the two words of `finish.py`.
 
     COPY says how pixels get into their panels: "run", neighbours are neighbours in x; "table", the table has the place
     of each in its plane; "windows", terms are channels and taps, and the table has the width of the outputs, height and
@@ -98,7 +105,8 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str) -> 
     LINES = TOGETHER * ROWS * SIZE // 64 + 1
     PITCH = 0 if FORWARD else SIZE
     RUN, TABLE, WINDOWS = COPY == "run", COPY == "table", COPY == "windows"
-    big, small, one = (_block_of_sums(T, rows, ACROSS, PITCH) for rows in (ROWS, LESS, 1))
+    big, small, one = (_block_of_sums(T, rows, ACROSS, PITCH, FINISH) for rows in (ROWS, LESS, 1))
+    finished = finish_vector(T)
 
     @inline
     def copy_pixels(x, image_bytes, plane, target, terms, pixel, P, all_pixels, table):
@@ -181,14 +189,18 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str) -> 
                 row += ROWS if part < large else (LESS if part < large + less else 1)
 
     @inline
-    def exchange(sums, y, image_bytes, pitch, rows, pixel, P, all_pixels, out):
+    def exchange(sums, y, image_bytes, pitch, rows, pixel, P, all_pixels, out, more, limits):
         """A vector of pixels for so many rows: from the sums, or to them."""
         image, p = pixel // P, pixel % P
         if p + L <= P and pixel < all_pixels:
             place = y + image * image_bytes + p * SIZE
             for r in range(rows):
                 if out:
-                    store(place + r * pitch, load(T, sums + r * VECTOR))
+                    value = load(T, sums + r * VECTOR)
+                    if FINISH:
+                        if limits != 0:
+                            value = finished(value, place + r * pitch, more, limits)
+                    store(place + r * pitch, value)
                 else:
                     store(sums + r * VECTOR, load(T, place + r * pitch))
         else:
@@ -197,7 +209,15 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str) -> 
                 place = y + image * image_bytes + p * SIZE
                 for r in range(rows):
                     if out:
-                        store_scalar(place + r * pitch, load_scalar(T, sums + r * VECTOR + i * SIZE))
+                        one_value = load_scalar(T, sums + r * VECTOR + i * SIZE)
+                        if FINISH:
+                            if limits != 0:
+                                if more != 0:
+                                    one_value += load_scalar(T, place + r * pitch + more)
+                                low, high = load_scalar(T, limits), load_scalar(T, limits + SIZE)
+                                one_value = low if low > one_value else one_value
+                                one_value = high if high < one_value else one_value
+                        store_scalar(place + r * pitch, one_value)
                     else:
                         store_scalar(sums + r * VECTOR + i * SIZE, load_scalar(T, place + r * pitch))
 
@@ -210,6 +230,7 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str) -> 
         ranges, range_rows = argument(block, 14), argument(block, 15)
         pitch, step, table = argument(block, 16), argument(block, 17), argument(block, 18)
         panels = memory + thread_number(block, argument(block, 20)) * argument(block, 19)
+        more, limits = argument(block, 21), argument(block, 22)
         spare = panels + tile_vectors // ACROSS * PANEL
         starts = spare + ROWS * VECTOR
         scalars = starts + ROWS * VECTOR
@@ -227,6 +248,7 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str) -> 
             first = 0
             while first < I:
                 terms = min(CHUNK, I - first)
+                last = limits if first + terms == I else 0
                 for i in range((count + ACROSS - 1) // ACROSS * ACROSS):
                     target, pixel = panels + i // ACROSS * PANEL + i % ACROSS * L * SIZE, first_pixel + i * L
                     from_ = x + group * C * plane
@@ -255,27 +277,27 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str) -> 
                     image, p = first_pixel // P, first_pixel % P
                     for i in range(0, count, ACROSS):
                         b, pixel = panels + i // ACROSS * PANEL, first_pixel + i * L
-                        sums, sums_pitch = begin + image * y_image + p * SIZE, y_pitch
+                        sums, sums_pitch, now = begin + image * y_image + p * SIZE, y_pitch, last
                         whole = p + ACROSS * L <= P
                         if not whole:
-                            sums, sums_pitch = spare, VECTOR
+                            sums, sums_pitch, now = spare, VECTOR, 0
                             if first > 0:
                                 for v in range(ACROSS):
                                     here, at = spare + v * L * SIZE, pixel + v * L
-                                    exchange(here, begin, y_image, y_pitch, rows, at, P, all_pixels, False)
+                                    exchange(here, begin, y_image, y_pitch, rows, at, P, all_pixels, False, 0, 0)
                         start, start_pitch = sums, sums_pitch
                         if first == 0:
                             start, start_pitch = starts, VECTOR
                         if part < large:
-                            big(start, start_pitch, sums, sums_pitch, a, pitch, a_step, terms, b)
+                            big(start, start_pitch, sums, sums_pitch, a, pitch, a_step, terms, b, more, now)
                         elif part < large + less:
-                            small(start, start_pitch, sums, sums_pitch, a, pitch, a_step, terms, b)
+                            small(start, start_pitch, sums, sums_pitch, a, pitch, a_step, terms, b, more, now)
                         else:
-                            one(start, start_pitch, sums, sums_pitch, a, pitch, a_step, terms, b)
+                            one(start, start_pitch, sums, sums_pitch, a, pitch, a_step, terms, b, more, now)
                         if not whole:
                             for v in range(ACROSS):
                                 here, at = spare + v * L * SIZE, pixel + v * L
-                                exchange(here, begin, y_image, y_pitch, rows, at, P, all_pixels, True)
+                                exchange(here, begin, y_image, y_pitch, rows, at, P, all_pixels, True, more, last)
                         p += ACROSS * L
                         while p >= P:
                             image, p = image + 1, p - P

@@ -17,6 +17,7 @@ from ..prepared import prepared
 from ..problem import DTYPE_BYTES, Problem
 from ..winograd import Transform, error_bound, transform
 from . import winograd_kernels as kernels
+from .finish import Words
 from .runtime import launch, numbering
 from .simd import LANE_BYTES, lanes
 
@@ -55,6 +56,7 @@ class Winograd(Engine):
 
     name = "cpu.winograd"
     takes_bias = True
+    takes_finish = True
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         if set(problem.dtypes) not in ({"f32"}, {"f64"}):
@@ -375,8 +377,9 @@ class _Forward:
         turned = problem.direction == "dgrad"
         axes = (s.h.m, s.h.taps, s.w.m, s.w.taps)
         table = _table(self.words)
+        finish = Words(problem)
         work = kernels.forward_kernel(
-            s.T, s.images_last, s.filters_last, s.images_last, turned, self.MR, NV, *axes, self.fly
+            s.T, s.images_last, s.filters_last, s.images_last, turned, self.MR, NV, *axes, self.fly, finish.wanted
         )
         filters = None if self.fly else kernels.filter_kernel(s.T, s.filters_last, turned, NV, *axes)
         threads, groups, u_bytes, address = s.threads, s.groups, self.u_bytes, table.data_ptr()
@@ -386,9 +389,10 @@ class _Forward:
         bias_g = s.k * s.size
         key = (Winograd.name, s.points, s.h.m, s.w.m, problem.w_shape, problem.layouts[1], groups)
 
-        shares = (numbering(threads), *[0] * threads)  # a counter for each thread's share of the tasks
+        number, shares = numbering(threads), [0] * threads  # a counter for each thread's share of the tasks
 
-        def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
+        def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None,
+                residual: Tensor | None = None) -> None:  # fmt: skip
             base = _aligned(workspace)
             scratch = base + groups * u_bytes
             if filters is None:
@@ -400,7 +404,7 @@ class _Forward:
                     for g in range(groups):
                         launch(
                             filters,
-                            (address, b.data_ptr() + g * w_g, to.data_ptr() + g * u_bytes, scratch, *shares),
+                            (address, b.data_ptr() + g * w_g, to.data_ptr() + g * u_bytes, scratch, number, *shares),
                             threads,
                         )
 
@@ -414,9 +418,11 @@ class _Forward:
                 u, u_step = made.data_ptr(), u_bytes
             x, y = a.data_ptr(), out.data_ptr()
             first = 0 if bias is None else bias.data_ptr()
+            words = finish.of(out, residual)
             for g in range(groups):
-                more = first + g * bias_g if first else 0
-                launch(work, (address, x + g * src_g, u + g * u_step, y + g * dst_g, more, scratch, *shares), threads)
+                biases = first + g * bias_g if first else 0
+                places = x + g * src_g, u + g * u_step, y + g * dst_g, biases, scratch
+                launch(work, (address, *places, number, *words, *shares), threads)
 
         run.tables = (table,)  # type: ignore[attr-defined]
         return run

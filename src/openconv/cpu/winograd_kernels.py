@@ -26,6 +26,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ..winograd import Matrix, program, transform
+from .finish import finish_row, finish_square
 from .runtime import Kernel, kernel
 from .simd import (
     LANE_BYTES,
@@ -169,22 +170,28 @@ def _gather(T: type) -> Any:
 
 
 @functools.cache
-def _scatter(T: type) -> Any:
+def _scatter(T: type, FINISH: bool) -> Any:
     L, SIZE, LB = lanes(T), np.dtype(T).itemsize, LANE_BYTES
+    finish = finish_square(T)
 
     @inline
-    def scatter(source, count, target, pitch, rows):
+    def scatter(source, count, target, pitch, rows, more, limits):
         """target[lane][i] = source[i][lane] for i < count and lane < rows. Reads L vectors at least."""
         if count >= L and rows >= L:
             i = 0
             while i < count:
                 at = min(i, count - L)
-                store_block(transpose(load_block(T, L, source + at * LB, LB)), target + at * SIZE, pitch)
+                square = transpose(load_block(T, L, source + at * LB, LB))
+                if FINISH:
+                    square = finish(square, target + at * SIZE, pitch, more, limits, L, L)
+                store_block(square, target + at * SIZE, pitch)
                 i += L
         else:
             i = 0
             while i < count:
                 square = transpose(load_block(T, L, source + i * LB, LB))
+                if FINISH:
+                    square = finish(square, target + i * SIZE, pitch, more, limits, rows, count - i)
                 store_block_clipped(square, target + i * SIZE, pitch, rows, count - i)
                 i += L
 
@@ -421,14 +428,14 @@ def _products(T: type, MR: int, NV: int) -> Any:
 
 
 @functools.cache
-def _results(T: type, last: bool, NV: int, mh: int, rh: int, mw: int, rw: int) -> Any:
+def _results(T: type, last: bool, NV: int, mh: int, rh: int, mw: int, rw: int, FINISH: bool) -> Any:
     """Results of tiles of a block of W filters from their products."""
     L, SIZE, LB = lanes(T), np.dtype(T).itemsize, LANE_BYTES
     TW, W = mw + rw - 1, NV * L
-    scatter = _scatter(T)
+    scatter, finish = _scatter(T, FINISH), finish_row(T)
 
     @inline
-    def strips(table, m, y, bias, scratch, block, first, end):
+    def strips(table, m, y, bias, scratch, block, first, end, more, limits):
         tiles_y, tiles_x = word(table, TILES_Y), word(table, TILES_X)
         height, width, outs, point = word(table, OUT_H), word(table, OUT_W), word(table, OUTS), word(table, M_POINT)
         plane, pitch = word(table, DST_C), word(table, DST_H)
@@ -451,11 +458,12 @@ def _results(T: type, last: bool, NV: int, mh: int, rh: int, mw: int, rw: int) -
                     image = y + n * word(table, DST_N) + k * plane + tx * mw * SIZE
                     for i in range(min(mh, height - ty * mh)):
                         count = min(wide, width - tx * mw)
-                        scatter(scratch + i * wide * LB, count, image + (ty * mh + i) * pitch, plane, outs - k)
+                        scatter(scratch + i * wide * LB, count, image + (ty * mh + i) * pitch, plane, outs - k, more,
+                                limits)  # fmt: skip
             tile += cols
 
     @inline
-    def tiles(table, m, y, bias, scratch, block, first, end):
+    def tiles(table, m, y, bias, scratch, block, first, end, more, limits):
         tiles_y, tiles_x = word(table, TILES_Y), word(table, TILES_X)
         height, width, outs, point = word(table, OUT_H), word(table, OUT_W), word(table, OUTS), word(table, M_POINT)
         row, column = word(table, DST_H), word(table, DST_W)
@@ -471,13 +479,15 @@ def _results(T: type, last: bool, NV: int, mh: int, rh: int, mw: int, rw: int) -
                     if bias != 0:
                         extra = load_clipped(T, bias, k, outs)
                     from_ = m + ((tile - first) * NV + v) * LB
-                    if high == mh and wide == mw and k + L <= outs:
+                    if not FINISH and high == mh and wide == mw and k + L <= outs:
                         nested(T, AT, mh, rh, mw, rw, from_, TW * point, point, pixel + k * SIZE, row, column, extra)
                     else:
                         nested(T, AT, mh, rh, mw, rw, from_, TW * point, point, scratch, mw * LB, LB, extra)
                         for i in range(high):
                             for j in range(wide):
                                 value, to = load(T, scratch + (i * mw + j) * LB), pixel + i * row + j * column
+                                if FINISH:
+                                    value = finish(value, to, k, outs, more, limits)
                                 if k + L <= outs:
                                     store(to + k * SIZE, value)
                                 else:
@@ -489,16 +499,17 @@ def _results(T: type, last: bool, NV: int, mh: int, rh: int, mw: int, rw: int) -
 @functools.cache
 def forward_kernel(
     T: type, src_last: bool, w_last: bool, dst_last: bool, turned: bool, MR: int, NV: int,
-    mh: int, rh: int, mw: int, rw: int, fly: bool,
+    mh: int, rh: int, mw: int, rw: int, fly: bool, FINISH: bool,
 ) -> Kernel:  # fmt: skip
     """All of fprop or dgrad but the filters' transform. A task has some groups of tiles and a range of filters.
 
-    Arguments: table, x, U, y, bias, scratch; in place of U the filters themselves, where they are transformed on the
-    `fly`. Images are transformed by each thread that needs them: to fetch what another core has written takes longer.
+    Arguments: table, x, U, y, bias, scratch, numbering of the threads, the two words of `finish.py`, a counter for each
+    thread; in place of U the filters themselves, where they are transformed on the `fly`. Images are transformed by
+    each thread that needs them: to fetch what another core has written takes longer.
     """
     images = _image_transform(T, src_last, BT, mh, rh, mw, rw, mh, mw)
     filters = _filter_transform(T, w_last, turned, NV, mh, rh, mw, rw)
-    products, results = _products(T, MR, NV), _results(T, dst_last, NV, mh, rh, mw, rw)
+    products, results = _products(T, MR, NV), _results(T, dst_last, NV, mh, rh, mw, rw, FINISH)
     L, LB = lanes(T), LANE_BYTES
     POINTS = (mh + rh - 1) * (mw + rw - 1)
 
@@ -507,13 +518,14 @@ def forward_kernel(
         table, x, u, y = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
         number, tasks = thread_number(block, argument(block, 6)), word(table, CHUNKS) * word(table, RANGES)
         bias, scratch = argument(block, 4), argument(block, 5) + number * word(table, THREAD_BYTES)
+        more, limits = argument(block, 7), argument(block, 8)
         chunks, ranges, groups, most = word(table, CHUNKS), word(table, RANGES), word(table, GROUPS), word(table, TILES)
         vectors, blocks, together = word(table, VECTORS), word(table, BLOCKS), word(table, M_BLOCKS)
         u_block, u_point = word(table, U_BLOCK), word(table, U_POINT)
         v_point, m_point, m_block = word(table, V_POINT), word(table, M_POINT), word(table, M_BLOCK)
         m, v = scratch + word(table, M_AT), scratch + word(table, V_AT)
         there = -1
-        task, away = next_of_share(block, 7, word(table, THREADS), number, 0, tasks)
+        task, away = next_of_share(block, 9, word(table, THREADS), number, 0, tasks)
         while task >= 0:
             chunk, piece = task // ranges, task % ranges
             first, end = groups * chunk // chunks, groups * (chunk + 1) // chunks
@@ -541,9 +553,10 @@ def forward_kernel(
                             following = from_ + (xi + 1) * u_point
                         products(table, v + xi * v_point, b, m + i * m_block + xi * m_point, end - first, following)
                 for i in range(some):
-                    results(table, m + i * m_block, y, bias, scratch + word(table, RESULT_AT), k + i, low, high)
+                    results(table, m + i * m_block, y, bias, scratch + word(table, RESULT_AT), k + i, low, high, more,
+                            limits)  # fmt: skip
                 k += some
-            task, away = next_of_share(block, 7, word(table, THREADS), number, away, tasks)
+            task, away = next_of_share(block, 9, word(table, THREADS), number, away, tasks)
 
     return winograd_forward
 
@@ -566,7 +579,7 @@ def gradient_kernel(
     L, SIZE, LB = lanes(T), np.dtype(T).itemsize, LANE_BYTES
     TH, TW, TAPS = mh + rh - 1, mw + rw - 1, rh * rw
     POINTS, COUNT, HALVES, VB = TH * TW, MR * NV, lanes(T) // MR, NV * LANE_BYTES
-    scatter = _scatter(T)
+    scatter = _scatter(T, False)
 
     @inline
     def sums_of(a, b, tiles, sums):
@@ -597,9 +610,9 @@ def gradient_kernel(
                 to = dw + k * lane + c * inner
                 if last:
                     for j in range(TAPS):
-                        scatter(scratch + j * by_tap, count, to + j * tap, lane, outs - k)
+                        scatter(scratch + j * by_tap, count, to + j * tap, lane, outs - k, 0, 0)
                 else:
-                    scatter(scratch, count * TAPS, to, lane, outs - k)
+                    scatter(scratch, count * TAPS, to, lane, outs - k, 0, 0)
                 c += count
 
     @inline
