@@ -50,6 +50,7 @@ ENGINES = (
     "openconv.rewrites.phases:CpuPhases",
     "openconv.rewrites.groups:CpuGroups",
     "openconv.rewrites.fold_padding:CpuFoldPadding",
+    "openconv.rewrites.fold_columns:CpuFoldColumns",
     "openconv.rewrites.split:CpuSplit",
     "openconv.cpu.naive:Naive",
     "openconv.cuda.filter2d:Filter2d",

@@ -167,11 +167,19 @@ def _support(engine: Engine, device: Device, asked: list[tuple[_Probe, Problem, 
         through=tuple(d for d in DTYPES if d in taken and d not in native),
         layouts=tuple(v for v in LAYOUTS if any(p.layout == v for p in accepted)),
         needs=tuple(dict.fromkeys(needs)),
-        fuses="any epilogue" if engine.takes_epilogue else "bias" if engine.takes_bias else "nothing",
+        fuses=_fuses(engine),
         deterministic=deterministic,
         batch_invariant="always" if always else "on request" if possible else "no",
         source=engine.source,
     )
+
+
+def _fuses(engine: Engine) -> str:
+    if engine.takes_epilogue:
+        return "any epilogue"
+    if engine.takes_finish:
+        return "bias, residual, clamp"
+    return "bias" if engine.takes_bias else "nothing"
 
 
 def _need(reason: str) -> str:

@@ -39,6 +39,7 @@ from tests.support import (
     with_knobs,
 )
 
+WANTS = {"cpu.groups": "nhwc", "cpu.fold_columns": "nhwc"}  # a layout; others take both
 REWRITES = [engine for engine in engines("cpu") if isinstance(engine, Rewrite)]
 each_rewrite = pytest.mark.parametrize("engine", REWRITES, ids=[engine.name for engine in REWRITES])
 
@@ -69,6 +70,13 @@ MORE = {
         "n1 c4 h5 w6 k5 r1 s1 pad1:0,2 +bias",
         "n2 c2 w9 k3 s4 stride4 pad2:3",
         "n1 c2 h5 w6 k3 r1 s1 stride2 pad1:2",
+    ),
+    "cpu.fold_columns": (
+        "n2 c3 h9 w12 k5 r3 s3 stride2 pad1",
+        "n1 c3 h7 w14 k4 r7 s7 stride2 pad3",
+        "n2 c2 h5 w18 k3 r2 s4 stride1,3 pad0,1:2",  # taps that three columns share unevenly
+        "n1 c4 h6 w16 k6 r4 s4 stride4 pad0,2 +bias",
+        "n1 c2 d3 h5 w8 k2 t2 r3 s3 stride2 pad1",
     ),
     "cpu.split": (
         "n3 c3 h13 w9 k4 r3 s3 pad1",
@@ -120,7 +128,7 @@ def taken(engine, directions=DIRECTIONS, dtypes=("f32",), layouts=("nchw",), eve
 @each_rewrite
 def test_takes_all_that_it_is_made_for(engine):
     named = {str(make(text)) for text in MORE[engine.name]}
-    layouts = ("nchw", "nhwc") if engine.name in ("cpu.groups", "cpu.as_2d") else ("nchw",)
+    layouts = ("nchw", "nhwc") if engine.name in ("cpu.groups", "cpu.as_2d") else (WANTS.get(engine.name, "nchw"),)
     found = {str(make(text)) for text in MORE[engine.name] for v in layouts if accepts(engine, make(text, layout=v))}
     beyond = {"n1 c2 h3 w6 k2 r2 s2 pad9,0"}
     assert len(named - found) <= len(beyond) or engine.name == "cpu.groups", named - found
@@ -147,7 +155,7 @@ def test_right_in_other_layouts_and_dtypes(engine):
 def test_right_whatever_runs_inside(engine):
     for text in MORE[engine.name][:4]:
         for direction in DIRECTIONS:
-            problem = make(text, direction)
+            problem = make(text, direction, layout=WANTS.get(engine.name, "nchw"))
             if accepts(engine, problem):
                 check_knobs(engine, problem)
 
@@ -173,7 +181,7 @@ def test_plans_with_epilogues_and_casts_are_right(engine):
 
 @each_rewrite
 def test_same_bits_every_time(engine):
-    for problem in taken(engine, every=11):
+    for problem in taken(engine, layouts=(WANTS.get(engine.name, "nchw"),), every=11):
         check_determinism(engine, problem)
 
 
@@ -183,7 +191,7 @@ def test_batch_invariant_where_it_says_so(engine):
         check_batch_invariance(engine, problem)
         for text in BATCHES[engine.name]
         for direction in ("fprop", "dgrad")
-        if accepts(engine, problem := make(text, direction, layout="nhwc" if engine.name == "cpu.groups" else "nchw"))
+        if accepts(engine, problem := make(text, direction, layout=WANTS.get(engine.name, "nchw")))
     ]
     assert any(claims) == (engine.name != "cpu.split")  # whose pieces, and engines inside, follow the batch
 
@@ -207,6 +215,7 @@ BATCHES = {
     "cpu.as_2d": ("n4 c4 d1 h9 w12 k4 t1 r3 s3 pad0,1,1", "n3 c4 d6 h4 w6 k4 t3 r1 s1 pad1,0,0"),
     "cpu.groups": ("n4 c16 h8 w8 k32 r2 s2 stride2 g2", "n3 c3 h16 w16 k3 r3 s3 pad1 g3"),
     "cpu.fold_padding": ("n4 c8 h14 w14 k16 r4 s4 stride4 pad1", "n3 c8 h6 w6 k16 r1 s1 pad1"),
+    "cpu.fold_columns": ("n4 c3 h9 w12 k5 r3 s3 stride2 pad1",),
     "cpu.split": (
         "n4 c4 h16 w16 k4 r3 s3 pad1",
         "n3 c16 h16 w16 k16 r3 s3 pad1",
@@ -219,6 +228,7 @@ LARGE = {
     "cpu.as_2d": "n2 c4 d1 h70 w66 k4 t1 r3 s3 pad0,1,1",
     "cpu.groups": "n2 c8 h64 w64 k8 r4 s4 stride4 g2",
     "cpu.fold_padding": "n2 c4 h62 w62 k8 r4 s4 stride4 pad1",
+    "cpu.fold_columns": "n2 c3 h70 w64 k8 r3 s3 stride2 pad1",
     "cpu.split": "n2 c4 h70 w66 k4 r3 s3 pad1",
 }
 
@@ -232,7 +242,7 @@ def test_workspace_is_all_the_memory_it_takes(engine, layout):
         if accepts(engine, problem):
             check_hidden_memory(engine, problem)
             tried += 1
-    assert tried or (engine.name, layout) in (("cpu.groups", "nchw"), ("cpu.as_2d", "nhwc"))
+    assert tried or layout != WANTS.get(engine.name, layout) or (engine.name, layout) == ("cpu.as_2d", "nhwc")
 
 
 def test_views_are_not_copied():
@@ -306,6 +316,11 @@ def test_a_limit_of_memory_leads_to_bands():
         ("cpu.fold_padding", "n1 c2 h9 w9 k2 r3 s3", "padding is ((0, 0), (0, 0)); wanted some"),
         ("cpu.fold_padding", "n1 c2 h9 w9 k2 r3 s3 pad1", "wanted an engine that refuses it and nothing else"),
         ("cpu.split", "n1 c2 h1 w1 k2 r1 s1", "wanted several images or rows"),
+        ("cpu.fold_columns", "n1 c3 h8 w8 k4 r3 s3 pad1", "C is 3 and the stride 1; wanted a stride and at most 16"),
+        ("cpu.fold_columns", "n1 c16 h8 w8 k4 r3 s3 stride2", "C is 16 and the stride 2"),
+        ("cpu.fold_columns", "n1 c3 h8 w8 k4 r3 s3 stride2", "layout is nchw; columns lie side by side in nhwc"),
+        ("cpu.fold_columns", "n1 c3 h8 w9 k4 r3 s3 stride2", "W is 9; wanted a multiple of the stride, 2"),
+        ("cpu.fold_columns", "n1 c3 h8 w8 k4 r1 s1 stride2", "S is 1; wanted a tap for each of 2 columns"),
     ],
 )
 def test_refusals_name_the_value_seen(name, text, words):
