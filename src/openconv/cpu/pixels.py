@@ -18,7 +18,7 @@ from ..tensors import DTYPES
 from .direct_plan import is_even, line_cycles
 from .finish import Words
 from .matrices import Region, float_refusals, sum_error
-from .pixels_kernels import CHUNK, TOGETHER, pixels_kernel
+from .pixels_kernels import APART, CHUNK, TOGETHER, pixels_kernel
 from .runtime import launch, numbering
 from .simd import LANE_BYTES
 
@@ -187,10 +187,11 @@ def _cut(problem: Problem, device: Device, knobs: Panels) -> _Cut:
 def _thread_bytes(problem: Problem, cut: _Cut) -> int:
     """Panels, sums and starts of a block, scalars of a backward pass: in a workspace for each thread."""
     vector = _ACROSS * cut.lanes
-    own = cut.vectors // _ACROSS * CHUNK * vector + 2 * cut.rows * vector
+    size = DTYPE_BYTES[problem.result_dtype]
+    own = cut.vectors // _ACROSS * (CHUNK * vector + APART // size) + (1 + TOGETHER) * cut.rows * vector
     if problem.direction == "dgrad":
         own += TOGETHER * (CHUNK * cut.rows + -(-cut.rows // cut.lanes) * cut.lanes)
-    return Region(own, DTYPE_BYTES[problem.result_dtype]).bytes
+    return Region(own, size).bytes
 
 
 def _build(problem: Problem, cut: _Cut) -> Runner:

@@ -11,6 +11,7 @@ from .direct_kernels import cut_line
 from .finish import finish_rows, finish_vector
 from .runtime import Kernel, kernel
 from .simd import (
+    LANE_BYTES,
     add_blocks,
     argument,
     broadcast,
@@ -31,12 +32,16 @@ from .simd import (
     zero,
 )
 
-__all__ = ["CHUNK", "TOGETHER", "pixels_kernel"]
+__all__ = ["APART", "CHUNK", "TOGETHER", "pixels_kernel"]
 
-CHUNK = 256
-"""Terms that are summed up in registers before they meet what was summed up so far: 16 KB of a panel."""
+CHUNK = 256 if LANE_BYTES < 64 else 128
+"""Terms that are summed up in registers before they meet what was summed up so far: 16 KB of a panel, half of a
+first-level cache."""
 TOGETHER = 8
-"""Blocks whose scalars are copied at a time in a backward pass."""
+"""Blocks that a panel is multiplied by, one behind the other, before the next panel: their scalars come from the
+second-level cache meanwhile, a third as many bytes as a panel."""
+APART = 64
+"""Bytes between panels. At a multiple of 4096 lines of one term would share a set of the cache."""
 
 
 @inline
@@ -91,14 +96,15 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
 
     Pixels are counted through all images, so that only the last vector of all may be in part empty. A task is a tile of
     vectors in one group, and a range of channels. Terms go by in chunks, for which the tile's pixels are copied into
-    panels of `terms x ACROSS` vectors. In a backward pass, whose scalars of a term lie side by side and those of the
-    next a row of w away, these are copied too, for `TOGETHER` blocks at a time.
+    panels of `terms x ACROSS` vectors: row by row where the tile is a run of one image, since channels may lie pages
+    apart. In a backward pass, whose scalars of a term lie side by side and those of the next a row of w away, these are
+    copied too, for `TOGETHER` blocks at a time.
 
     Where a panel is not one run of an image, its sums go through a block of the thread's own.
     """
     L, SIZE = lanes(T), np.dtype(T).itemsize
     VECTOR = ACROSS * L * SIZE
-    PANEL = CHUNK * VECTOR
+    PANEL = CHUNK * VECTOR + APART
     LESS = max(ROWS - 1, 1)
     BESIDE = -(-ROWS // L)  # vectors that hold the scalars of a term
     SCALARS = (CHUNK * ROWS + BESIDE * L) * SIZE  # of a block
@@ -128,6 +134,17 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
                 else:
                     for t in range(terms):
                         store_scalar(target + t * VECTOR + i * SIZE, T(0))
+
+    @inline
+    def copy_run(source, plane, target, terms, count):
+        """A run of so many vectors of pixels, row by row."""
+        for t in range(terms):
+            from_, to = source + t * plane, target + t * VECTOR
+            for _ in range(count // ACROSS):
+                for v in range(ACROSS):
+                    store(to + v * L * SIZE, load(T, from_ + v * L * SIZE))
+                from_ += VECTOR
+                to += PANEL
 
     @inline
     def copy_windows(x, image_bytes, plane, target, first, terms, pixel, P, all_pixels, table):
@@ -233,7 +250,7 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
         more, limits = argument(block, 21), argument(block, 22)
         spare = panels + tile_vectors // ACROSS * PANEL
         starts = spare + ROWS * VECTOR
-        scalars = starts + ROWS * VECTOR
+        scalars = starts + TOGETHER * ROWS * VECTOR
         taps = word(table, 3) * word(table, 4) if WINDOWS else 1
         C = I // taps
         x_image, y_image, y_pitch = G * C * plane, G * O * P * SIZE, P * SIZE
@@ -249,58 +266,65 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
             while first < I:
                 terms = min(CHUNK, I - first)
                 last = limits if first + terms == I else 0
-                for i in range((count + ACROSS - 1) // ACROSS * ACROSS):
+                from_ = x + group * C * plane
+                run = 0  # vectors that are copied row by row
+                if RUN and first_pixel % P + count * L <= P:
+                    run = count // ACROSS * ACROSS
+                    place = from_ + first * plane + first_pixel // P * x_image + first_pixel % P * SIZE
+                    copy_run(place, plane, panels, terms, run)
+                for i in range(run, (count + ACROSS - 1) // ACROSS * ACROSS):
                     target, pixel = panels + i // ACROSS * PANEL + i % ACROSS * L * SIZE, first_pixel + i * L
-                    from_ = x + group * C * plane
                     if WINDOWS:
                         copy_windows(from_, x_image, plane, target, first, terms, pixel, P, all_pixels, table)
                     else:
                         copy_pixels(from_ + first * plane, x_image, plane, target, terms, pixel, P, all_pixels, table)
                 rows_of_w = w + group * O * I * SIZE + first_row * pitch + first * step
-                for part in range(parts):
-                    row = row_of(part, large, less)
-                    a, a_step = rows_of_w + row * pitch, step
+                some = 0
+                while some < parts:
+                    end = min(some + TOGETHER, parts)
                     if not FORWARD:
-                        if part % TOGETHER == 0:
-                            end = min(part + TOGETHER, parts)
-                            copy_scalars(
-                                rows_of_w, step, scalars, terms, part, end, large, less, O - first_row
-                            )  # fmt: skip
-                        a, a_step = scalars + part % TOGETHER * SCALARS, ROWS * SIZE
-                    rows = ROWS if part < large else (LESS if part < large + less else 1)
-                    begin = y + (group * O + first_row + row) * y_pitch
+                        copy_scalars(rows_of_w, step, scalars, terms, some, end, large, less, O - first_row)
                     if first == 0:
-                        for r in range(rows):
-                            value = broadcast(load_scalar(T, bias + (group * O + first_row + row + r) * bias_pitch))
+                        beginning = bias + (group * O + first_row) * bias_pitch
+                        for row in range(row_of(some, large, less), row_of(end, large, less)):
+                            value = broadcast(load_scalar(T, beginning + row * bias_pitch))
                             for v in range(ACROSS):
-                                store(starts + r * VECTOR + v * L * SIZE, value)
+                                store(starts + (row - row_of(some, large, less)) * VECTOR + v * L * SIZE, value)
                     image, p = first_pixel // P, first_pixel % P
                     for i in range(0, count, ACROSS):
                         b, pixel = panels + i // ACROSS * PANEL, first_pixel + i * L
-                        sums, sums_pitch, now = begin + image * y_image + p * SIZE, y_pitch, last
                         whole = p + ACROSS * L <= P
-                        if not whole:
-                            sums, sums_pitch, now = spare, VECTOR, 0
-                            if first > 0:
+                        for part in range(some, end):
+                            row = row_of(part, large, less)
+                            a, a_step = rows_of_w + row * pitch, step
+                            if not FORWARD:
+                                a, a_step = scalars + (part - some) * SCALARS, ROWS * SIZE
+                            rows = ROWS if part < large else (LESS if part < large + less else 1)
+                            begin = y + (group * O + first_row + row) * y_pitch
+                            sums, sums_pitch, now = begin + image * y_image + p * SIZE, y_pitch, last
+                            if not whole:
+                                sums, sums_pitch, now = spare, VECTOR, 0
+                                if first > 0:
+                                    for v in range(ACROSS):
+                                        exchange(spare + v * L * SIZE, begin, y_image, y_pitch, rows, pixel + v * L, P,
+                                                 all_pixels, False, 0, 0)  # fmt: skip
+                            start, start_pitch = sums, sums_pitch
+                            if first == 0:
+                                start, start_pitch = starts + (row - row_of(some, large, less)) * VECTOR, VECTOR
+                            if part < large:
+                                big(start, start_pitch, sums, sums_pitch, a, pitch, a_step, terms, b, more, now)
+                            elif part < large + less:
+                                small(start, start_pitch, sums, sums_pitch, a, pitch, a_step, terms, b, more, now)
+                            else:
+                                one(start, start_pitch, sums, sums_pitch, a, pitch, a_step, terms, b, more, now)
+                            if not whole:
                                 for v in range(ACROSS):
-                                    here, at = spare + v * L * SIZE, pixel + v * L
-                                    exchange(here, begin, y_image, y_pitch, rows, at, P, all_pixels, False, 0, 0)
-                        start, start_pitch = sums, sums_pitch
-                        if first == 0:
-                            start, start_pitch = starts, VECTOR
-                        if part < large:
-                            big(start, start_pitch, sums, sums_pitch, a, pitch, a_step, terms, b, more, now)
-                        elif part < large + less:
-                            small(start, start_pitch, sums, sums_pitch, a, pitch, a_step, terms, b, more, now)
-                        else:
-                            one(start, start_pitch, sums, sums_pitch, a, pitch, a_step, terms, b, more, now)
-                        if not whole:
-                            for v in range(ACROSS):
-                                here, at = spare + v * L * SIZE, pixel + v * L
-                                exchange(here, begin, y_image, y_pitch, rows, at, P, all_pixels, True, more, last)
+                                    exchange(spare + v * L * SIZE, begin, y_image, y_pitch, rows, pixel + v * L, P,
+                                             all_pixels, True, more, last)  # fmt: skip
                         p += ACROSS * L
                         while p >= P:
                             image, p = image + 1, p - P
+                    some = end
                 first += terms
             task = next_tile(block)
 
