@@ -621,7 +621,16 @@ class Ordered(Parts):
         return OrderedDict(out=self.a(x) + x)
 
 
+class Callable(Parts):
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + x
+
+
 LOST = {
+    Callable: "it has a __call__ of its own",
     Flow: "could not be traced: TraceError: symbolically traced variables cannot be used",
     Types: "its forward asks isinstance, which a trace does not hold",
     Quiet: "its forward has a with or try block, which a trace does not hold",

@@ -260,6 +260,8 @@ def _trace(module: Module) -> tuple[Graph, int]:
         raise Refused("it is parametrized" if is_parametrized(module) else "it does not know its sizes yet")
     if type(base) is not type or not inspect.isfunction(forward) or isinstance(module, torch.jit.ScriptModule):
         raise Refused("its class is none that can be derived from")
+    if base.__call__ is not Module.__call__:
+        raise Refused("it has a __call__ of its own")
     names = _required(forward)
     code: set[CodeType] = set()
 
