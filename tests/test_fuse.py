@@ -120,14 +120,11 @@ def test_padding_modes_are_folded():
 def test_a_resnet():
     model = trained(ResNet())
     report = same_after(model, image(2, 3, 20, 20), folds=8)
-    assert [each.name for each in report.fused if each.activation] == ["stem.0"]
-    left = {each.name: each.reason for each in report.unfused}
-    assert left == {"layers.0.relu": "it is called 3 times", "layers.1.relu": "it is called 3 times"}
+    assert report.unfused == ()
     lines = str(report).splitlines()
     assert lines[0] == "ResNet: 8 convolutions swapped for openconv's, 0 left"
-    assert "fused: 8 batch norms, 1 activation" in lines
+    assert "fused: 8 batch norms, 2 sums, 7 activations" in lines
     assert "  stem.0                 with stem.1 and stem.2 (relu)" in lines
-    assert "  layers.0.relu          ReLU(inplace=True): it is called 3 times" in lines
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -310,7 +307,7 @@ def test_parametrizations_and_code_of_ones_own():
             return 2 * super().forward(input)
 
     class Ours(openconv.nn.Conv2d):
-        def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:  # type: ignore[override]
             return self._conv_forward(input, self.weight.abs(), self.bias, residual)
 
     model = Pair()
@@ -561,7 +558,7 @@ def test_state_dicts_copies_and_pickles():
     x = image(1, 3, 20, 20)
     wanted = model(x)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(twin(x), wanted)
+        assert_close(twin(x), wanted, rtol=1e-10, atol=1e-10)
         assert twin.stem[0].activation == "relu"
         assert type(twin.stem[1]) is nn.Identity
         assert vars(twin.stem[1]).keys() == vars(nn.Identity()).keys()

@@ -334,7 +334,7 @@ def test_what_is_left_and_why():
 
 def test_a_subclass_may_derive_from_openconvs():
     class Ours(openconv.nn.Conv2d):
-        def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:  # type: ignore[override]
             return self._conv_forward(input, 2 * self.weight, self.bias, residual)
 
     layer = Ours(2, 3, 1, bias=False)

@@ -8,7 +8,8 @@ shares its parameters: whatever a forward does to its module beside computing ha
 
 A norm or an activation is taken where every call of it, in every trace, is the only use of the convolution's result.
 It then becomes a ``torch.nn.Identity``, as the same object, so that it is one wherever it is held. Functions
-(``F.relu(y)``, ``y.relu_()``) and sums stay: they are code of the model.
+(``F.relu(y)``, ``y.relu_()``), sums and modules that are called at several places are code of the model, which
+``fuse_forward.py`` changes afterwards.
 """
 
 from __future__ import annotations
@@ -31,10 +32,19 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .epilogue import Const, Epilogue
 
-__all__ = ["Fused", "Fusion", "plan_fusion"]
+__all__ = [
+    "ACTIVATIONS",
+    "Fused",
+    "Fusion",
+    "Refused",
+    "activation_text",
+    "has_forward",
+    "is_hooked",
+    "plan_fusion",
+]
 
 _NORMS: dict[type, int] = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
-_ACTIVATIONS: dict[type, Callable[[Any], str]] = {
+ACTIVATIONS: dict[type, Callable[[Any], str]] = {
     nn.ReLU: lambda m: "relu",
     nn.ReLU6: lambda m: "clamp(0,6)",
     nn.Hardtanh: lambda m: f"clamp({Const(m.min_val)},{Const(m.max_val)})",
@@ -52,12 +62,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 @dataclass(frozen=True)
 class Fused:
     """A convolution that computes what was behind it: the names of a norm and of an activation, empty for none, and
-    the activation as :func:`openconv.conv2d` takes it."""
+    the activation as :func:`openconv.conv2d` takes it. A sum, or an activation that is no module, is told as ``add_ of
+    layer1.0``: the function, and the module in whose forward it stood."""
 
     name: str
     norm: str = ""
     activation: str = ""
     function: str = ""
+    sum: str = ""
 
 
 @dataclass
@@ -65,14 +77,15 @@ class Fusion:
     """What is to be done to a model. Nothing is until :meth:`apply`."""
 
     fused: list[Fused] = field(default_factory=list)
-    left: list[tuple[str, Module, str]] = field(default_factory=list)
+    left: list[tuple[str, Module | str, str]] = field(default_factory=list)
+    """Names, modules, and why they stay; of a function, the module in whose forward it stands, and its own name."""
     _work: list[tuple[Any, Module | None, Module | None, str, Tensor | None, Tensor | None]] = field(
         default_factory=list
     )
 
     def add(self, names: dict[Module, str], conv: Any, norm: Any | None, activation: Module | None) -> None:
         """Take these along; what the convolution will hold is computed now."""
-        function = "" if activation is None else _function(activation)
+        function = "" if activation is None else activation_text(activation)
         weight, bias = (None, None) if norm is None else _folded(conv, norm)
         self._work.append((conv, norm, activation, function, weight, bias))
         behind, last = ("" if module is None else names[module] for module in (norm, activation))
@@ -89,9 +102,9 @@ class Fusion:
                 _vanish(activation)
 
 
-def _function(activation: Module) -> str:
+def activation_text(activation: Module) -> str:
     """An activation as ``activation=`` takes it; ValueError where its numbers are none that it takes."""
-    text = _ACTIVATIONS[type(activation)](activation)
+    text = ACTIVATIONS[type(activation)](activation)
     Epilogue().activation(text)
     return text
 
@@ -155,7 +168,7 @@ class _Boxes(Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
-        own = isinstance(m, _ConvNd | _BatchNorm) or _hooked(m) or m in self.boxes
+        own = isinstance(m, _ConvNd | _BatchNorm) or is_hooked(m) or m in self.boxes
         return own or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -187,7 +200,7 @@ class _Traces:
 
     def _passes(self, node: Node) -> bool:
         module = self.called.get(node)
-        return type(module) is nn.Identity and not _hooked(module) and "forward" not in vars(module)
+        return type(module) is nn.Identity and not is_hooked(module) and "forward" not in vars(module)
 
     def source(self, node: Node) -> Node | None:
         """What made the first argument of a call, seen through identities."""
@@ -218,7 +231,7 @@ def _trace(model: Module) -> _Traces:
         traces.boxes |= boxes
         pending += [part for box in boxes for part in _parts(box)]
         if root not in boxes:
-            pending += [m for m in root.modules() if m is not root and _hooked(m) and any(m.children())]
+            pending += [m for m in root.modules() if m is not root and is_hooked(m) and any(m.children())]
     return traces
 
 
@@ -266,7 +279,7 @@ def _parts(box: Module) -> list[Module]:
     whole, by convention; a plain Sequential may be taken apart, unless the code of the box shows that it is called."""
     found: list[Module] = []
     for name, part in box.named_children():
-        if not _has_forward(part):  # a ModuleList or the like
+        if not has_forward(part):  # a ModuleList or the like
             found += [each for each in part.children() if type(each) is not nn.Sequential and any(each.children())]
         elif any(part.children()) and (type(part) is not nn.Sequential or _is_called(box, name)):
             found.append(part)
@@ -285,18 +298,20 @@ def _is_called(box: Module, name: str) -> bool:
     return bool(uses) and all(uses) and hidden is None
 
 
-def _has_forward(module: Module) -> bool:
+def has_forward(module: Module) -> bool:
+    """Whether a module can be called; a ModuleList cannot."""
     return type(module).forward is not Module.forward
 
 
-def _hooked(module: Module) -> bool:
+def is_hooked(module: Module) -> bool:
+    """Whether somebody looks on, or has a hand in, when a module is called."""
     return any(getattr(module, name, None) for name in _HOOKS)
 
 
 # -- what can be fused -----------------------------------------------------------------------------------------------
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """Why something is not fused."""
 
 
@@ -309,26 +324,26 @@ def plan_fusion(model: Module, refusal: Callable[[Module], str]) -> Fusion:
         try:
             if isinstance(module, _BatchNorm):
                 norms[look.before_norm(module)] = module
-        except _Refused as why:
+        except Refused as why:
             fusion.left.append((names[module], module, str(why)))
     folded = {norm: conv for conv, norm in norms.items()}
     for module in names:
         try:
-            if type(module) in _ACTIVATIONS and (conv := look.before_activation(module, folded)) is not None:
+            if type(module) in ACTIVATIONS and (conv := look.before_activation(module, folded)) is not None:
                 activations[conv] = module
-        except _Refused as why:
+        except Refused as why:
             fusion.left.append((names[module], module, str(why)))
     for conv in names:
         if conv in norms or conv in activations:
             fusion.add(names, conv, norms.get(conv), activations.get(conv))
-    boxes = [(names[box], box, why) for box, why in look.traces.boxes.items() if _has_forward(box)]
+    boxes = [(names[box], box, why) for box, why in look.traces.boxes.items() if has_forward(box)]
     fusion.left[:0] = sorted(boxes, key=lambda each: each[0])
     return fusion
 
 
 @dataclass
 class _Look:
-    """The questions that are asked of the traces; a no is a _Refused."""
+    """The questions that are asked of the traces; a no is a Refused."""
 
     traces: _Traces
     names: dict[Module, str]
@@ -337,26 +352,26 @@ class _Look:
     def before_norm(self, norm: Any) -> Module:
         """The convolution that a norm can be folded into."""
         if type(norm) not in _NORMS and not isinstance(norm, LazyModuleMixin):
-            raise _Refused("it is none of torch's BatchNorm1d to 3d, but has code of its own")
+            raise Refused("it is none of torch's BatchNorm1d to 3d, but has code of its own")
         self._is_plain(norm, "it")
         if norm.training:
-            raise _Refused("it is in training mode")
+            raise Refused("it is in training mode")
         if norm.running_mean is None or norm.running_var is None or not norm.track_running_stats:
-            raise _Refused("it keeps no running statistics")
+            raise Refused("it keeps no running statistics")
         found = self._sources(norm)
         for conv in found:
             if not isinstance(conv, _ConvNd):
-                raise _Refused(f"its input comes from {self._told(conv)}, not from a convolution")
+                raise Refused(f"its input comes from {self._told(conv)}, not from a convolution")
         conv = self._only(found)
         self._is_free(conv)
         self._is_followed(conv, norm)
         rank, channels = len(conv.kernel_size), conv.out_channels
         if rank != _NORMS[type(norm)] or channels != norm.num_features:
-            raise _Refused(f"it is {norm}, and {self.names[conv]} has {rank} axes and {channels} channels")
+            raise Refused(f"it is {norm}, and {self.names[conv]} has {rank} axes and {channels} channels")
         kinds = {(v.dtype, v.device) for v in (conv.weight, norm.running_mean, norm.weight) if v is not None}
         if len(kinds) > 1 or not conv.weight.is_floating_point():
             each = " and ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-            raise _Refused(f"it and {self.names[conv]} are {each}; wanted one floating-point dtype and device")
+            raise Refused(f"it and {self.names[conv]} are {each}; wanted one floating-point dtype and device")
         return conv
 
     def before_activation(self, activation: Module, folded: dict[Module, Module]) -> Any | None:
@@ -368,9 +383,9 @@ class _Look:
             return None
         self._is_plain(activation, "it")
         try:
-            _function(activation)
+            activation_text(activation)
         except ValueError as error:
-            raise _Refused(f"its numbers cannot be fused: {error}") from None
+            raise Refused(f"its numbers cannot be fused: {error}") from None
         before = self._only(self._sources(activation))
         conv = folded.get(before, before)
         if before is conv:
@@ -381,34 +396,34 @@ class _Look:
     def _is_plain(self, module: Module, what: str) -> None:
         """A module that its class describes, called once with one argument in each graph."""
         if isinstance(module, LazyModuleMixin):
-            raise _Refused(f"{what} does not know its sizes yet")
-        if _hooked(module):
-            raise _Refused(f"{what} has hooks")
+            raise Refused(f"{what} does not know its sizes yet")
+        if is_hooked(module):
+            raise Refused(f"{what} has hooks")
         if is_parametrized(module):
-            raise _Refused(f"{what} is parametrized")
+            raise Refused(f"{what} is parametrized")
         if "forward" in vars(module):
-            raise _Refused(f"{what} has a forward that was replaced on the instance")
+            raise Refused(f"{what} has a forward that was replaced on the instance")
         held = (*module._parameters.values(), *module._buffers.values())
         if any(id(each) in self.traces.read for each in held if each is not None):
-            raise _Refused(f"{what} has a parameter that is used elsewhere too")
+            raise Refused(f"{what} has a parameter that is used elsewhere too")
         for box in self.traces.boxes:
             if module in box.children():
-                raise _Refused(f"{what} is a part of {self._told(box)}, which could not be traced")
+                raise Refused(f"{what} is a part of {self._told(box)}, which could not be traced")
         if module not in self.traces.calls:
-            raise _Refused(f"no trace has a call of {what}")
+            raise Refused(f"no trace has a call of {what}")
         for nodes in self.traces.calls[module]:
             if len(nodes) > 1:
-                raise _Refused(f"{what} is called {len(nodes)} times")
+                raise Refused(f"{what} is called {len(nodes)} times")
             if len(nodes[0].args) != 1 or nodes[0].kwargs:
-                raise _Refused(f"{what} is called with more than one tensor")
+                raise Refused(f"{what} is called with more than one tensor")
 
     def _is_free(self, conv: Any) -> None:
         """A convolution that can take something along."""
         name = self.names[conv] or "the model"
         if getattr(conv, "activation", None) is not None:
-            raise _Refused(f"{name} has an activation")
+            raise Refused(f"{name} has an activation")
         if why := self.refusal(conv):
-            raise _Refused(f"{name} is not converted: {why}")
+            raise Refused(f"{name} is not converted: {why}")
         self._is_plain(conv, name)
 
     def _is_followed(self, module: Module, by: Module) -> None:
@@ -418,7 +433,7 @@ class _Look:
             if len(users) != 1 or self.traces.called.get(users[0]) is not by:
                 others = [self._told(self.traces.called.get(user) or user) for user in users
                           if self.traces.called.get(user) is not by]  # fmt: skip
-                raise _Refused(f"the result of {self.names[module]} is used by {', '.join(others) or 'it twice'} too")
+                raise Refused(f"the result of {self.names[module]} is used by {', '.join(others) or 'it twice'} too")
 
     def _nodes(self, module: Module) -> list[Node]:
         return [node for nodes in self.traces.calls.get(module, []) for node in nodes]
@@ -432,7 +447,7 @@ class _Look:
 
     def _only(self, modules: list[Any]) -> Any:
         if any(module is not modules[0] for module in modules):
-            raise _Refused(f"its input comes from {' or '.join(sorted({self._told(m) for m in modules}))}")
+            raise Refused(f"its input comes from {' or '.join(sorted({self._told(m) for m in modules}))}")
         return modules[0]
 
     def _told(self, source: Any) -> str:

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import functional
 from .fuse import Fused, plan_fusion
+from .fuse_forward import restore, rewrite_forwards
 from .select import Policy
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
 
 # -- modules -----------------------------------------------------------------------------------------------------
 
+_autocasting = torch._C._is_any_autocast_enabled
 _LIMITS = ("engine", "precision", "accuracy", "max_workspace")
 
 
@@ -72,11 +74,25 @@ class _Options(torch.nn.modules.conv._ConvNd):
         self.activation, self.engine, self.precision = activation, engine, precision
         self.accuracy, self.max_workspace = accuracy, max_workspace
 
-    def _run(self, *args: Any, residual: Tensor | None) -> Tensor:
+    def _run(self, *args: Any, residual: Tensor | None, activation: str | None) -> Tensor:
         return type(self).function(
-            *args, activation=self.activation, residual=residual, engine=self.engine, precision=self.precision,
-            accuracy=self.accuracy, max_workspace=self.max_workspace,
+            *args, activation=self.activation if activation is None else activation, residual=residual,
+            engine=self.engine, precision=self.precision, accuracy=self.accuracy, max_workspace=self.max_workspace,
         )  # fmt: skip
+
+    def takes(self, input: Any, residual: Any) -> bool:
+        """Whether ``residual`` is a plain tensor of the shape and dtype of the result on ``input``: conv(input) +
+        residual is then ``self(input, residual=residual)``. It is asked at every call of a fused sum."""
+        if type(residual) is not Tensor or type(input) is not Tensor or residual.dtype is not input.dtype:
+            return False
+        shape, rank = input.shape, len(self.kernel_size)
+        if len(shape) not in (rank + 1, rank + 2) or _autocasting():
+            return False
+        return residual.shape == (*shape[: -rank - 1], self.out_channels, *self._sizes(shape[-rank:]))
+
+    def _sizes(self, sizes: Sequence[int]) -> Sequence[int]:
+        """The spatial sizes of the result."""
+        raise NotImplementedError
 
     def _held(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias. As attributes they would be looked for, which takes half a microsecond each; what is no
@@ -93,32 +109,52 @@ class _Options(torch.nn.modules.conv._ConvNd):
 
 
 class _Conv(_Options):
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """activation(conv(input) + residual)."""
-        return self._conv_forward(input, *self._held(), residual)
+    def forward(self, input: Tensor, residual: Tensor | None = None, activation: str | None = None) -> Tensor:
+        """activation(conv(input) + residual); ``activation``, where given, stands for the module's own."""
+        if activation is None:  # what derives from this may have a _conv_forward without it
+            return self._conv_forward(input, *self._held(), residual)
+        return self._conv_forward(input, *self._held(), residual, activation)
 
     # The name torch's own modules have for it: what derives from them and replaces the weight calls this.
     def _conv_forward(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None
-    ) -> Tensor:
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:  # fmt: skip
         padding: Any = self.padding
         if self.padding_mode != "zeros":
             input, padding = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
-        return self._run(input, weight, bias, self.stride, padding, self.dilation, self.groups, residual=residual)
+        return self._run(input, weight, bias, self.stride, padding, self.dilation, self.groups, residual=residual,
+                         activation=activation)  # fmt: skip
+
+    def _sizes(self, sizes: Sequence[int]) -> Sequence[int]:
+        padding: Any = self.padding
+        if padding == "same":  # with a stride of 1, or torch raises
+            return sizes
+        if padding == "valid":
+            padding = (0,) * len(sizes)
+        each = zip(sizes, padding, self.dilation, self.kernel_size, self.stride, strict=True)
+        return [(n + 2 * p - d * (t - 1) - 1) // s + 1 for n, p, d, t, s in each]
 
 
 class _ConvTranspose(_Options, torch.nn.modules.conv._ConvTransposeNd):
     def forward(
-        self, input: Tensor, output_size: Sequence[int] | None = None, *, residual: Tensor | None = None
-    ) -> Tensor:
-        """activation(conv_transpose(input) + residual); ``output_size`` settles the output padding, as in torch."""
+        self, input: Tensor, output_size: Sequence[int] | None = None, *, residual: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:  # fmt: skip
+        """activation(conv_transpose(input) + residual); ``output_size`` settles the output padding, as in torch, and
+        ``activation``, where given, stands for the module's own."""
         if self.padding_mode != "zeros":
             raise ValueError(f"padding_mode is {self.padding_mode!r}; a transposed convolution takes 'zeros' only")
         padding, axes = self.padding, len(self.kernel_size)
         fields: list[Any] = [input, output_size, self.stride, padding, self.kernel_size, axes, self.dilation]
         extra = self._output_padding(*fields)
         return self._run(input, self.weight, self.bias, self.stride, self.padding, tuple(extra), self.groups,
-                         self.dilation, residual=residual)  # fmt: skip
+                         self.dilation, residual=residual, activation=activation)  # fmt: skip
+
+    def _sizes(self, sizes: Sequence[int]) -> Sequence[int]:
+        extra: Any = self.output_padding
+        each = zip(sizes, self.padding, self.dilation, self.kernel_size, self.stride, extra, strict=True)
+        return [(n - 1) * s - 2 * int(p) + d * (t - 1) + e + 1 for n, p, d, t, s, e in each]
 
 
 class Conv1d(_Conv, torch.nn.Conv1d):
@@ -182,7 +218,7 @@ class Left(Swapped):
 @dataclass(frozen=True)
 class Conversion:
     """What :func:`convert` did to ``model``. Printing it lists every convolution, and with ``fuse`` what they compute
-    beside themselves (``fused``) and the norms, activations and modules that stayed, and why (``unfused``)."""
+    beside themselves (``fused``) and the norms, activations, sums and modules that stayed, and why (``unfused``)."""
 
     model: Module
     swapped: tuple[Swapped, ...]
@@ -201,11 +237,12 @@ class Conversion:
         lines += ["left as they are:"] * bool(self.left)
         lines += [f"  {m.name or '(model)':{width}}  {m.module}: {m.reason}" for m in self.left]
         if self.fused:
-            norms, activations = [m for m in self.fused if m.norm], [m for m in self.fused if m.activation]
-            lines += [f"fused: {_count(norms, 'batch norm')}, {_count(activations, 'activation')}"]
+            kinds = (("norm", "batch norm"), ("sum", "sum"), ("activation", "activation"))
+            counts = (_count([m for m in self.fused if getattr(m, kind)], what) for kind, what in kinds)
+            lines += [f"fused: {', '.join(counts)}"]
             for m in self.fused:
-                activation = f"{m.activation} ({m.function})" if m.activation else ""
-                lines += [f"  {m.name:{width}}  with {' and '.join(filter(None, (m.norm, activation)))}"]
+                *front, last = filter(None, (m.norm, m.sum, f"{m.activation} ({m.function})" * bool(m.activation)))
+                lines += [f"  {m.name or '(model)':{width}}  with {', '.join(front)}{' and ' * bool(front)}{last}"]
         lines += ["not fused:"] * bool(self.unfused)
         lines += [f"  {m.name or '(model)':{width}}  {m.module}: {m.reason}" for m in self.unfused]
         return "\n".join(lines)
@@ -232,8 +269,16 @@ def convert(
     names of modules stay, the state dict loses the norms', and there is no way back. What follows what is read from the
     data flow as ``torch.fx`` traces it. A module that cannot be traced leaves its parts to be looked at one by one, and
     is taken to call those that have a forward as a whole. What has hooks or is parametrized, is called twice or has
-    code of its own stays as it is, as do functions (``F.relu``) and sums; the report tells. RuntimeError if the model
-    is in training mode.
+    code of its own stays as it is; the report tells. RuntimeError if the model is in training mode.
+
+    Then sums (``out += identity``) and activations that are code (``F.relu(y)``, ``y.relu_()``, one ReLU that is called
+    at several places) are fused, of which a convolution's result, used by nobody else, is a side: conv(x, residual=...,
+    activation=...). The module in whose forward they stand keeps its identity, names, hooks and state dict and gets a
+    class derived from its own, whose forward is the traced one: what an attribute, a global or an argument left out
+    decided is settled. Its own forward runs in training mode, with other arguments than the required ones, after an
+    attribute of it was set, from a pickle, and after ``back`` or another ``fuse``. A residual of another shape or dtype
+    is added by torch. What cannot be traced, or does things that a trace would lose (``with`` and ``try`` blocks,
+    attributes that are set, ``isinstance``, ``print``), stays; the report tells that as well.
 
     ``inplace=False`` converts a deep copy, to be found as ``model`` of the report::
 
@@ -249,6 +294,8 @@ def convert(
     if fuse and model.training:
         raise RuntimeError("convert: the model is in training mode; fuse wants one in eval mode: call model.eval()")
     model = model if inplace else copy.deepcopy(model)
+    if fuse or back:
+        restore(model)
     fusion = plan_fusion(model, lambda conv: _refusal(conv, back=_is_ours(conv))) if fuse else None
     swapped: list[Swapped] = []
     left: list[Left] = []
@@ -266,13 +313,16 @@ def convert(
                 setattr(module, limit, value)
     if fusion is None:
         return Conversion(model, tuple(swapped), tuple(left), back)
-    unfused = tuple(Left(name, _line(module), reason) for name, module, reason in fusion.left)
     fusion.apply()
+    rewrite_forwards(model, lambda conv: _code(conv, _TORCHS if _is_ours(conv) else _OURS), fusion)
+    unfused = tuple(Left(name, _line(module), reason) for name, module, reason in fusion.left)
     return Conversion(model, tuple(swapped), tuple(left), back, tuple(fusion.fused), unfused)
 
 
-def _line(module: Module) -> str:
-    """A module by its class, and its arguments where it has no parts."""
+def _line(module: Module | str) -> str:
+    """A module by its class, and its arguments where it has no parts; a function as it is told."""
+    if isinstance(module, str):
+        return module
     return f"{type(module).__name__}({'...' if any(module.children()) else module.extra_repr()})"
 
 
@@ -288,7 +338,16 @@ def _own(module: Module) -> type:
 
 def _refusal(module: Module, back: bool) -> str:
     """Why the module's class cannot change."""
-    table, own = _TORCHS if back else _OURS, _own(module)
+    if reason := _code(module, _TORCHS if back else _OURS):
+        return reason
+    if back and isinstance(module, _Options) and module.activation is not None:
+        return f"it fuses {module.activation!r}, which torch's {_own(module).__name__} cannot"
+    return ""
+
+
+def _code(module: Module, table: dict[type, type]) -> str:
+    """Why a module is not exactly of one of these classes."""
+    own = _own(module)
     if isinstance(module, LazyModuleMixin):
         return "" if module.cls_to_become in table else "a lazy convolution that openconv does not have"
     if own not in table:
@@ -298,11 +357,7 @@ def _refusal(module: Module, back: bool) -> str:
         forward = next(t for t in own.__mro__ if "forward" in vars(t) or "_conv_forward" in vars(t))
         code = "code of its own" if issubclass(base, forward) else "a forward of its own"
         return f"a subclass of {base.__module__.split('.')[0]}'s {base.__name__} with {code}"
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
-    if back and isinstance(module, _Options) and module.activation is not None:
-        return f"it fuses {module.activation!r}, which torch's {own.__name__} cannot"
-    return ""
+    return "its forward was replaced on the instance" if "forward" in vars(module) else ""
 
 
 def _swap(module: Module, back: bool) -> str:

@@ -1,7 +1,7 @@
 """Whole models, converted: ResNet-50 and MobileNetV2 in inference, beside torch as it is.
 
 Every convolution of a copy is sent through openconv (:func:`openconv.convert`); all other operations stay torch's. In
-another copy batch norms and activation modules are fused into them (``fuse=True``). Each is compared with the model,
+another copy batch norms, sums and activations are fused into them (``fuse=True``). Each is compared with the model,
 then all are timed in turn.
 """
 
