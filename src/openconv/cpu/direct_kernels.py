@@ -59,6 +59,7 @@ from .simd import (
     thread_number,
     transpose,
     unpack,
+    word,
     zero,
 )
 
@@ -233,9 +234,7 @@ def cut_line(count, ROWS, LESS):
 # ---- tiles and slots -----------------------------------------------------------------------------------------------
 
 
-@inline
-def _word(plan, index):
-    return load_scalar(np.int64, plan + 8 * index)
+_word = word
 
 
 @inline

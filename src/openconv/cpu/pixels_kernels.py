@@ -27,6 +27,7 @@ from .simd import (
     store_rows,
     store_scalar,
     thread_number,
+    word,
     zero,
 )
 
@@ -36,11 +37,6 @@ CHUNK = 256
 """Terms that are summed up in registers before they meet what was summed up so far: 16 KB of a panel."""
 TOGETHER = 8
 """Blocks whose scalars are copied at a time in a backward pass."""
-
-
-@inline
-def word(table, index):
-    return load_scalar(np.int64, table + 8 * index)
 
 
 @functools.cache

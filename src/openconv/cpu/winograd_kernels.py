@@ -43,7 +43,6 @@ from .simd import (
     load_block_clipped,
     load_clipped,
     load_rows,
-    load_scalar,
     next_of_share,
     prefetch,
     store,
@@ -54,6 +53,7 @@ from .simd import (
     thread_number,
     transpose,
     vector_of,
+    word,
     zero,
 )
 
@@ -189,12 +189,6 @@ def _scatter(T: type) -> Any:
                 i += L
 
     return scatter
-
-
-@inline
-def word(table, index):
-    """word(table, i) -> the i-th word."""
-    return load_scalar(np.int64, table + 8 * index)
 
 
 # ---- images --------------------------------------------------------------------------------------------------
