@@ -366,6 +366,25 @@ def test_editing_a_helper_file_changes_the_key(tmp_path, monkeypatch):
         assert done.stdout.strip() == str(answer), done.stderr
 
 
+def test_numba_compiles_for_others_as_before(tmp_path, monkeypatch):
+    """While a kernel is compiled Numba makes parts of what it compiles, its own functions among them; a caller of those
+    outside of kernels gets machine code."""
+    import numba
+
+    monkeypatch.setenv("OPENCONV_CACHE_DIR", str(tmp_path))
+
+    @kernel
+    def nearest(block):
+        place = argument(block, 0)
+        store_scalar(place, np.int64(round(load_scalar(np.float64, place + 8))) + max(1, 2, 3))
+
+    value = np.array([0.0, 2.6])
+    launch(nearest, (value.ctypes.data,), 1)
+    assert value.view(np.int64)[0] == 6
+    found = numba.njit(lambda v: round(v) + max(1, 2, 3))
+    assert found(2.6) == 6
+
+
 def test_a_closure_over_anything_else_is_refused():
     table = np.arange(3)
     with pytest.raises(TypeError, match="table, a ndarray"):

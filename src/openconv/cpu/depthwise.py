@@ -85,6 +85,7 @@ from .simd import (
     thread_number,
     transpose,
     unpack,
+    word,
     zero,
 )
 
@@ -758,10 +759,7 @@ def load_narrow(typingctx, dtype, count, address, pitch, rows):
     return block(dtype, count, *[types.int64] * 3), codegen
 
 
-@inline
-def field(table, index):
-    """Word `index` of a table."""
-    return load_scalar(np.int64, table + 8 * index)
+field = word
 
 
 @inline

@@ -60,6 +60,7 @@ from .simd import (
     thread_number,
     transpose,
     unpack,
+    word,
     zero,
 )
 
@@ -241,9 +242,7 @@ def cut_line(count, ROWS, LESS):
 # ---- tiles and slots -----------------------------------------------------------------------------------------------
 
 
-@inline
-def _word(plan, index):
-    return load_scalar(np.int64, plan + 8 * index)
+_word = word
 
 
 @inline

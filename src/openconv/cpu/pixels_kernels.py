@@ -29,6 +29,7 @@ from .simd import (
     store_rows,
     store_scalar,
     thread_number,
+    word,
     zero,
 )
 
@@ -42,11 +43,6 @@ TOGETHER = 8
 second-level cache meanwhile, a third as many bytes as a panel."""
 APART = 64
 """Bytes between panels. At a multiple of 4096 lines of one term would share a set of the cache."""
-
-
-@inline
-def word(table, index):
-    return load_scalar(np.int64, table + 8 * index)
 
 
 @functools.cache

@@ -71,8 +71,7 @@ class Kernel:
     def __init__(self, function: Callable[[int], None]) -> None:
         self.name = function.__qualname__.replace(".<locals>", "")
         self._function = function
-        self._library, symbol = _load_or_compile(function)  # owns the memory that the machine code lives in
-        self.address: int = self._library.get_pointer_to_function(symbol)
+        self._library, self.address = _load_or_compile(function)  # the library owns the memory of the machine code
         self.call: Callable[[int], None] = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self.address)
 
     def __repr__(self) -> str:
@@ -80,9 +79,9 @@ class Kernel:
 
     def assembly(self) -> str:
         """The assembly text, for reading the inner loop and for tests that look for spills; compiles anew."""
-        library, _ = _compile(self._function)
-        text: str = library.get_asm_str()
-        return text
+        from .compiler import assembly
+
+        return assembly(self._function)
 
 
 def kernel(function: Callable[[int], None]) -> Kernel:
@@ -104,30 +103,37 @@ def kernel(function: Callable[[int], None]) -> Kernel:
     return Kernel(function)
 
 
-def _load_or_compile(function: Callable[[int], None]) -> tuple[Any, str]:
-    """The library that holds the machine code, and the kernel's symbol in it."""
+def _load_or_compile(function: Callable[[int], None]) -> tuple[Any, int]:
+    """The library that holds the machine code, and the kernel's address in it."""
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
 
     with global_compiler_lock:
-        cpu_target.target_context.refresh()
         codegen = cpu_target.target_context.codegen()
         path = _cache_path(function, codegen.magic_tuple())
-        code = _load(path, codegen)
+        # Kernels of one name differ in their constants, and all of a process lie in one table of symbols.
+        symbol = path.stem.replace("-", "_")
+        code = _read_code(path)
         if code is None:
-            code = _compile(function)
-            _save(path, *code)
-        return code
+            code = _compile(function, symbol)
+            _save(path, code)
+        library = codegen.unserialize_library((symbol, "object", (code, _no_bitcode())))
+        return library, codegen._engine.get_function_address(symbol)
 
 
-def _compile(function: Callable[[int], None]) -> tuple[Any, str]:
-    from numba.core import types as nb
-    from numba.core.ccallback import CFunc
+def _compile(function: Callable[[int], None], symbol: str) -> bytes:
+    from .compiler import machine_code
 
-    options = {"nopython": True, "boundscheck": False, "error_model": "numpy", "fastmath": {"contract"}}
-    compiled = CFunc(function, ((nb.int64,), nb.void), locals={}, options=options)
-    compiled.compile()
-    return compiled._library, compiled.native_name
+    return machine_code(function, symbol)
+
+
+@functools.cache
+def _no_bitcode() -> bytes:
+    """What Numba wants beside object code, for inlining into others: nothing is."""
+    from llvmlite import binding
+
+    bitcode: bytes = binding.parse_assembly("").as_bitcode()
+    return bitcode
 
 
 def cache_directory() -> Path:
@@ -149,9 +155,10 @@ def cache_directory() -> Path:
 
 
 def _cache_path(function: Callable[..., Any], target: Any) -> Path:
+    import llvmlite
     import numba
 
-    parts: list[Any] = [numba.__version__, sys.version_info[:2], target]
+    parts: list[Any] = [numba.__version__, llvmlite.__version__, sys.version_info[:2], target]
     parts += [function.__qualname__, function.__code__.co_firstlineno]
     parts += sorted(_constants(function).items())
     parts += [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in _sources(function)]
@@ -160,28 +167,24 @@ def _cache_path(function: Callable[..., Any], target: Any) -> Path:
     return cache_directory() / f"{function.__name__}-{digest}.bin"
 
 
-def _load(path: Path, codegen: Any) -> tuple[Any, str] | None:
+def _read_code(path: Path) -> bytes | None:
     """What :func:`_save` wrote, or None if there is nothing to trust."""
     try:
         owner, content = path.stat().st_uid, path.read_bytes()
-        head, _, body = content.partition(b"\n")
-        fields = json.loads(head)
+        head, _, code = content.partition(b"\n")
         foreign = hasattr(os, "getuid") and owner != os.getuid()
-        if foreign or hashlib.sha256(body).hexdigest() != fields["digest"]:
+        if foreign or hashlib.sha256(code).hexdigest() != json.loads(head)["digest"]:
             return None
-        code, bitcode = body[: fields["object"]], body[fields["object"] :]
-        return codegen.unserialize_library((fields["library"], "object", (code, bitcode))), fields["symbol"]
+        return code
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _save(path: Path, library: Any, symbol: str) -> None:
-    name, _, (code, bitcode) = library.serialize_using_object_code()
-    digest = hashlib.sha256(code + bitcode).hexdigest()
-    head = {"library": name, "symbol": symbol, "object": len(code), "digest": digest}
+def _save(path: Path, code: bytes) -> None:
+    head = {"digest": hashlib.sha256(code).hexdigest()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomic(path, json.dumps(head).encode() + b"\n" + code + bitcode)
+        write_atomic(path, json.dumps(head).encode() + b"\n" + code)
     except OSError:
         return  # a read-only home: the kernel works, and is compiled again next time
 
@@ -215,7 +218,8 @@ def _print(value: Any) -> str | None:
 
 
 def _sources(function: Callable[..., Any]) -> list[Path]:
-    """The kernel's own file and every openconv file whose functions its module can reach, in a fixed order."""
+    """The compiler, the kernel's own file and every openconv file whose functions its module can reach, in a fixed
+    order."""
 
     def reached(module: types.ModuleType) -> Iterator[types.ModuleType]:
         for value in list(vars(module).values()):
@@ -223,7 +227,8 @@ def _sources(function: Callable[..., Any]) -> list[Path]:
             if isinstance(name, str) and name.startswith("openconv.") and name in sys.modules:
                 yield sys.modules[name]
 
-    pending, seen = [sys.modules[function.__module__]], {}
+    pending = [sys.modules[function.__module__]]
+    seen = {f"{__package__}.compiler": Path(__file__).with_name("compiler.py")}
     while pending:
         module = pending.pop()
         if module.__name__ not in seen and (file := getattr(module, "__file__", None)):

@@ -44,7 +44,6 @@ from .simd import (
     load_block_clipped,
     load_clipped,
     load_rows,
-    load_scalar,
     next_of_share,
     prefetch,
     store,
@@ -55,6 +54,7 @@ from .simd import (
     thread_number,
     transpose,
     vector_of,
+    word,
     zero,
 )
 
@@ -196,12 +196,6 @@ def _scatter(T: type, FINISH: bool) -> Any:
                 i += L
 
     return scatter
-
-
-@inline
-def word(table, index):
-    """word(table, i) -> the i-th word."""
-    return load_scalar(np.int64, table + 8 * index)
 
 
 # ---- images --------------------------------------------------------------------------------------------------
