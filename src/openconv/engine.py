@@ -130,6 +130,9 @@ class Engine(ABC):
     """The kind of device it runs on."""
     takes_bias: ClassVar[bool] = False
     """Whether the runner adds a per-channel bias itself."""
+    takes_low: ClassVar[bool] = False
+    """Whether the runner of a CPU's engine reads and writes f16 and bf16 by itself, computing in f32: its refusals,
+    workspace and build then take problems of these dtypes, with the knobs and the workspace of the same one in f32."""
     takes_epilogue: ClassVar[bool] = False
     """Whether the runner computes any epilogue of a floating-point problem itself."""
     takes_fusion: ClassVar[bool] = False
