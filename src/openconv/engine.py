@@ -135,6 +135,9 @@ class Engine(ABC):
     """Whether the runner adds a per-channel bias itself."""
     takes_finish: ClassVar[bool] = False
     """Whether the runner adds a residual and limits the result as it stores it (:class:`~openconv.epilogue.Finish`)."""
+    takes_low: ClassVar[bool] = False
+    """Whether the runner of a CPU's engine reads and writes f16 and bf16 by itself, computing in f32: its refusals,
+    workspace and build then take problems of these dtypes, with the knobs and the workspace of the same one in f32."""
     takes_epilogue: ClassVar[bool] = False
     """Whether the runner computes any epilogue of a floating-point problem itself."""
     takes_fusion: ClassVar[bool] = False

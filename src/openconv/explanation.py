@@ -390,12 +390,12 @@ def _steps(call: _Call, device: Device, policy: Policy, best: Candidate) -> tupl
 def _copies(call: _Call, core: Problem, steps: Sequence[str]) -> Iterator[str]:
     """Inputs whose strides are not those that the engine reads, and that the plan does not know of: it only sees
     layouts, and an image next to a channels_last filter counts as channels_last. A cast is a copy already, and may
-    close gaps, but not where it is made in pieces; complex tensors are taken apart anyway."""
-    pieces = any(step.endswith(" pieces") for step in steps)
+    close gaps; complex tensors are taken apart anyway."""
     for name, tensor in (call.inputs or {}).items():
         layout, dtype = core.layouts["xwy".index(name)], DTYPES[core.dtypes["xwy".index(name)]]
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        if tensor.is_complex() or in_layout(like if pieces and name != "w" else like.to(dtype), layout):
+        cast = any(step.startswith(f"cast {name} ") for step in steps)
+        if tensor.is_complex() or in_layout(like.to(dtype) if cast else like, layout):
             continue
         if not any(step.startswith(f"copy {name} ") for step in steps):
             size = bytes_text(tensor.numel() * tensor.element_size())

@@ -2,8 +2,8 @@
 
 Lowering, each rule visible in ``steps``:
 
-- f16, bf16, e4m3 and e5m2 are computed in f32 on the CPU, from casts of the inputs to a cast of the result (CUDA
-  engines take them as they are);
+- f16, bf16, e4m3 and e5m2 are computed in f32 on the CPU, from casts of the inputs to a cast of the result, unless the
+  engine that was chosen reads and writes f16 and bf16 itself (CUDA engines take all of them as they are);
 - complex problems become four real ones: (a + ib)(c + id) = (ac - bd) + i(ad + bc);
 - inputs whose memory is in neither layout are copied into one;
 - an epilogue is evaluated by torch behind the engine, except for a leading bias where the engine adds it itself; CUDA
@@ -172,6 +172,7 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
         return Plan(problem, core, device, policy, None, ("no products: fill with zeros",), call)
     candidate = candidate or choose(core, device, policy)
     engine = candidate.engine
+    core = _as_held(problem, core, device, engine)
     inner = problem if core.is_fused else _apart(problem, device)
     finish = _taken(inner, core, engine)
     asked = core.with_(epilogue=finish.epilogue) if engine.takes_finish else core
@@ -182,7 +183,7 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
         call = _fused_call(core, candidate, runner)
     else:
         if device.kind == "cpu" and inner.dtypes != core.dtypes and not inner.dtypes[0].startswith("complex"):
-            wired = _cast_call(inner, core, candidate, runner, device, finish)
+            wired = _cast_call(inner, core, candidate, runner, finish)
         else:
             real = _real_call(core, candidate, runner, device)
             wired = _wire(inner, core, real, finish, engine.takes_epilogue)
@@ -212,14 +213,27 @@ def _taken(problem: Problem, core: Problem, engine: Engine) -> Finish:
 
 def steps_of(problem: Problem, device: Device, candidate: Candidate, policy: Policy | None = None) -> tuple[str, ...]:
     """What a call of the candidate does, in order, one phrase each; nothing is built."""
-    return _all_steps(problem, _core(problem, device, candidate, policy), device, candidate)
+    core = _as_held(problem, _core(problem, device, candidate, policy), device, candidate.engine)
+    return _all_steps(problem, core, device, candidate)
+
+
+def _as_held(problem: Problem, core: Problem, device: Device, engine: Engine) -> Problem:
+    """What an engine of the CPU computes, with the dtypes of the tensors where it reads and writes those itself. Torch
+    needs the sums in f32 if it evaluates more of an epilogue."""
+    if device.kind != "cpu" or not engine.takes_low:
+        return core
+    inner = _apart(problem, device)
+    if set(inner.dtypes) not in ({"f16"}, {"bf16"}) or not _taken(inner, core, engine).rest.is_identity:
+        return core
+    held = core.with_(dtypes=inner.dtypes)
+    return core if next(iter(engine.refusals(held, device)), None) else held
 
 
 def _all_steps(problem: Problem, core: Problem, device: Device, candidate: Candidate) -> tuple[str, ...]:
     """The steps around the engine's core, with those of torch where it is not fused."""
     inner = problem if core.is_fused else _apart(problem, device)
     finish = _taken(inner, core, candidate.engine)
-    steps = _steps(inner, core, candidate, finish, _cut(inner, core, device, candidate, finish))
+    steps = _steps(inner, core, candidate, finish)
     if inner is not problem:
         if not problem.prologue.is_identity:
             steps.insert(0, f"compute x{problem.prologue} with torch")
@@ -256,7 +270,7 @@ def _within_memory(call: Any, problem: Problem, device: Device, policy: Policy, 
     return run
 
 
-def _steps(problem: Problem, core: Problem, candidate: Candidate, finish: Finish, cut: Any) -> list[str]:
+def _steps(problem: Problem, core: Problem, candidate: Candidate, finish: Finish) -> list[str]:
     """What happens in a call, in order, one phrase each."""
     names = ("x", "w", "y")
     steps = [
@@ -276,8 +290,8 @@ def _steps(problem: Problem, core: Problem, candidate: Candidate, finish: Finish
         fused = f" with {core.epilogue}"
     if core.is_fused:
         fused = f" with {core.fusion}"
-    if cut is not None:
-        fused += f", with its casts in {cut.pieces} pieces"
+    if candidate.engine.takes_low and core.dtypes[0] in ("f16", "bf16"):
+        fused += f" on {core.dtypes[0]}, in f32 between loads and stores"
     told = candidate.engine.told(core, candidate.knobs)
     name = candidate.engine.name
     steps.append(f"run {name}: {times}{told}{fused}" if told else f"run {name} {times}[{candidate.knobs}]{fused}")
@@ -477,6 +491,7 @@ def _wire(problem: Problem, core: Problem, real: Any, finish: Finish, takes_epil
     forms = [memory_format(problem.rank + 2, layout) for layout in _operand_layouts(core)]
     none = () if takes_epilogue else None
     result_format = memory_format(problem.rank + 2, core.layouts[core.result])
+    low = core.dtypes[0] in ("f16", "bf16")
 
     def fused(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
         values = tuple([
@@ -489,6 +504,8 @@ def _wire(problem: Problem, core: Problem, real: Any, finish: Finish, takes_epil
 
     def simple(a: Tensor, b: Tensor, operands: Sequence[Tensor]) -> Tensor:
         vector = operands[bias_at].contiguous() if bias_at >= 0 else None
+        if low:  # a cast would resolve them
+            a, b = a.resolve_neg(), b.resolve_neg()
         if not a.is_contiguous(memory_format=a_format):
             a = to_layout(a, a_layout)
         if not b.is_contiguous(memory_format=b_format):
@@ -531,21 +548,7 @@ def _wire(problem: Problem, core: Problem, real: Any, finish: Finish, takes_epil
     return simple if plain else general if activate is None else activated
 
 
-def _cut(problem: Problem, core: Problem, device: Device, candidate: Candidate, finish: Finish) -> Any:
-    """How much is cast and computed at a time by one thread, in its own cache; None for all at once."""
-    kinds = set(problem.dtypes)
-    if device.kind != "cpu" or kinds not in ({"f16"}, {"bf16"}) or problem.layouts != core.layouts:
-        return None
-    if not finish.rest.is_identity or finish.epilogue != core.epilogue:
-        return None
-    from .cpu.casts import cut_of
-
-    return cut_of(core, kinds.pop(), candidate.engine, device)
-
-
-def _cast_call(
-    problem: Problem, core: Problem, candidate: Candidate, runner: Runner, device: Device, finish: Finish
-) -> Any:  # fmt: skip
+def _cast_call(problem: Problem, core: Problem, candidate: Candidate, runner: Runner, finish: Finish) -> Any:
     """The whole call of a problem that the CPU computes in another dtype than that of its tensors.
 
     What is computed with, the sums and the workspace lie in memory that is kept from call to call. Filters of a fprop
@@ -564,15 +567,8 @@ def _cast_call(
     names = [operand.name for operand in problem.epilogue.operands]
     behind, keeps, bias = evaluator_(finish.rest), problem.direction == "fprop", finish.bias
     form = memory_format(problem.rank + 2, core.layouts[result])
-    pieces = None
-    if (cut := _cut(problem, core, device, candidate, finish)) is not None:
-        from .cpu.casts import build
-
-        pieces = build(core, problem.dtypes[0], candidate.engine, candidate.knobs, device, cut, bias is not None)
     ours = [at for at in range(3) if core.dtypes[at] != problem.dtypes[at] and not (keeps and at == 1)]
-    if pieces is not None:
-        ours = [1] if problem.direction == "dgrad" else []
-    places, size = {}, _lines(candidate.workspace if pieces is None else pieces.bytes)
+    places, size = {}, _lines(candidate.workspace)
     for at in ours:
         each = dtypes[at].itemsize
         places[at], size = size // each, size + _lines(each * prod(shapes[at]))
@@ -608,7 +604,7 @@ def _cast_call(
         give_back(memory)
         return out
 
-    def whole(a: Tensor, b: Tensor, values: dict[str, Tensor], vector: Tensor | None, memory: Tensor) -> Tensor:
+    def within(a: Tensor, b: Tensor, values: dict[str, Tensor], vector: Tensor | None, memory: Tensor) -> Tensor:
         sums = room(result, memory) if result in places else fresh()
         workspace = memory[: candidate.workspace] if candidate.workspace else None
         more = (values[finish.residual].contiguous(memory_format=form),) if finish.residual else ()
@@ -618,14 +614,6 @@ def _cast_call(
             return fresh().copy_(made)
         return to_layout(made.to(out_dtype), out_layout)  # an operand may have led to its own strides
 
-    def in_pieces(a: Tensor, b: Tensor, values: dict[str, Tensor], vector: Tensor | None, memory: Tensor) -> Tensor:
-        assert pieces is not None
-        out, a = fresh(), to_layout(a, core.layouts[first]).resolve_neg()
-        b = cast(b, second, memory) if second == 1 else to_layout(b, core.layouts[second]).resolve_neg()
-        pieces.run(a, b, out, memory, vector)
-        return out
-
-    within = whole if pieces is None else in_pieces
     return run
 
 

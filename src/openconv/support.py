@@ -146,7 +146,7 @@ def _support(engine: Engine, device: Device, asked: list[tuple[_Probe, Problem, 
             refused.append((probe, reasons))
             continue
         accepted.append(probe)
-        if core.dtypes == problem.dtypes:
+        if core.dtypes == problem.dtypes or (engine.takes_low and probe.dtype in ("f16", "bf16")):
             native.append(probe.dtype)
         traits = (engine.traits(core, knobs) for knobs in engine.knobs(core, device))
         first = next(traits)

@@ -27,6 +27,10 @@ counter as well, two cores took longer than one for 18 of 84 layers (AMD EPYC).
 A dgrad of stride 1 is a filter turned by half a turn. A dgrad of stride s is s filters along each axis, one for each
 remainder of the position in dx modulo s (`_Phase`): no zeros are inserted, no product is made that is not in the sum.
 
+**f16 and bf16 are memory's, f32 is computed with.** Loads widen what they read, the weights' order and scratch memory
+are of f32, and a result is rounded once, where it is stored: the bits are those of casts around the engine, and half of
+the bytes move. Kernels have a token T for what is computed with and one, M, for what the tensors hold.
+
 Taps on padding are left out, or multiply a zero (columns, under small filters in scratch memory); weights are never
 made up, so that an infinity in x reaches those results alone whose window holds it.
 """
@@ -48,6 +52,7 @@ from torch import Tensor
 from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
 from ..problem import DTYPE_BYTES, Problem
+from .low_precision import computed, memory_refusals, memory_token
 from .matrices import sum_error
 from .runtime import Kernel, kernel, launch, numbering
 from .simd import (
@@ -70,8 +75,9 @@ from .simd import (
     load_block,
     load_block_clipped,
     load_clipped,
-    load_like,
     load_scalar,
+    memory_of,
+    narrow,
     next_of_static,
     next_tile,
     pack,
@@ -104,8 +110,6 @@ KEPT_BYTES = 512 << 10  # of weights in a thread's scratch memory: half of a sec
 APART = 4096  # bytes between the scratch memory of threads: what a core fetches ahead should not be another's
 THREAD_MACS = 100_000  # some 10 us of work, for which another thread is worth waking
 
-_DTYPES: dict[str, type] = {"f32": np.float32, "f64": np.float64}
-
 
 @dataclass(frozen=True)
 class DepthwiseKnobs(Knobs):
@@ -132,17 +136,18 @@ class Depthwise(Engine):
 
     name = "cpu.depthwise"
     takes_bias = True
+    takes_low = True
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         if problem.groups != problem.c:
             yield f"groups are {problem.groups} for C = {problem.c}; a depthwise convolution needs G = C"
-        if set(problem.dtypes) not in ({"f32"}, {"f64"}):
-            yield f"dtypes are {', '.join(problem.dtypes)}; wanted f32 or f64 for all three"
+        yield from memory_refusals(problem)
         if problem.layouts[0] != problem.layouts[2]:
             yield f"layouts of x and y are {problem.layouts[0]} and {problem.layouts[2]}; wanted the same"
 
     def traits(self, problem: Problem, knobs: DepthwiseKnobs) -> Traits:
         # wgrad: f32 over one strip of pixels, then f64 and a last rounding.
+        problem = computed(problem)
         chain = min(problem.gemm.k, max(WGRAD_PIXELS, problem.out[-1])) if problem.direction == "wgrad" else None
         return Traits(accumulator=problem.dtypes[0], error_bound=sum_error(problem, chain))
 
@@ -158,6 +163,7 @@ class Depthwise(Engine):
         # 2.3 times what was measured on an AMD EPYC with AVX2, as other engines do. A pass over memory runs at a copy's
         # bandwidth in nhwc and, with its transposes, at 0.75 of it in nchw; multiply-adds at 0.8 of the matrix rate
         # with AVX2, and at 0.56 of the higher one of AVX-512. Lanes without a channel are paid for like the others.
+        problem = computed(problem)
         size, direct = DTYPE_BYTES[problem.dtypes[0]], _is_direct(problem)
         L = device.lanes * 4 // size
         waste = 1.0 if direct else -(-problem.k // L) * L / problem.k
@@ -196,7 +202,8 @@ class Depthwise(Engine):
 
 
 def _plan_for(problem: Problem, device: Device, knobs: DepthwiseKnobs) -> _Plan:
-    return (_plan_wgrad if problem.direction == "wgrad" else _plan)(problem, device.threads, knobs)
+    make = _plan_wgrad if problem.direction == "wgrad" else _plan
+    return make(computed(problem), problem.dtypes[0], device.threads, knobs)
 
 
 def _aligned(workspace: Tensor | None) -> int:
@@ -364,14 +371,15 @@ def _evenly(total: int, most: int) -> tuple[int, int]:
 def _is_direct(problem: Problem) -> bool:
     """Vectors of channels lie in memory as they are needed; the last one overlaps its neighbour if it has to."""
     channels_last = problem.rank > 1 and problem.layouts[0] == "nhwc"
-    return channels_last and problem.c == problem.k and problem.c >= lanes(_DTYPES[problem.dtypes[0]])
+    return channels_last and problem.c == problem.k and problem.c >= lanes(memory_token(computed(problem).dtypes[0]))
 
 
-def _start(problem: Problem) -> tuple[_Table, tuple[list[_Phase], list[_Phase], list[_Phase]]]:
-    """What both plans share: the phases of D, H and W, and a table with sizes and strides."""
+def _start(problem: Problem, size: int) -> tuple[_Table, tuple[list[_Phase], list[_Phase], list[_Phase]]]:
+    """What both plans share: the phases of D, H and W, and a table with sizes and strides, for elements of
+    so many bytes."""
     table, one = _Table(), (1,) * (3 - problem.rank)
     depth, high, wide = (_phases(problem, axis - len(one)) for axis in range(3))
-    forward, size = problem.direction != "dgrad", DTYPE_BYTES[problem.dtypes[0]]
+    forward = problem.direction != "dgrad"
     x, y = (problem.c, *one, *problem.spatial), (problem.k, *one, *problem.out)
     for at, (c, d, h, w) in zip((SRC_N, DST_N), (x, y) if forward else (y, x), strict=True):
         if problem.rank > 1 and problem.layouts[0] == "nhwc":
@@ -391,10 +399,10 @@ def _start(problem: Problem) -> tuple[_Table, tuple[list[_Phase], list[_Phase], 
 
 
 def _gathered(
-    table: _Table, slices: int, high: list[_Phase], wide: list[_Phase], budget: int, V: int, pixel: int
+    table: _Table, slices: int, high: list[_Phase], wide: list[_Phase], budget: int, V: int, held: int, pixel: int
 ) -> tuple[int, int]:
     """Rows and columns of a tile whose padded source and result take about `budget` bytes of scratch memory, for pixels
-    of so many bytes."""
+    of so many bytes. A vector has V bytes in scratch memory, and `held` in that of the tensors."""
     reach_h, reach_w, step_h, step_w = (table.words[i] for i in (REACH_H, REACH_W, STEP_H, STEP_W))
     rows, cols = max(p.count for p in high), max(p.count for p in wide)
     area = high[0].every * wide[0].every
@@ -411,7 +419,7 @@ def _gathered(
     in_cols = (max(cols, BIG) - 1) * step_w + reach_w + MOST_TAPS  # the only block of a row may read beyond it
     in_rows = (rows - 1) * step_h + reach_h
     # Narrow rows on their way: of the source, in a wgrad also of dy, and at least a square.
-    plain = max(in_rows * min(in_cols, table.words[WIDTH]), rows * cols, V // table.words[SRC_W])
+    plain = max(in_rows * min(in_cols, table.words[WIDTH]), rows * cols, held // table.words[SRC_W])
     result = max(area * rows * cols, 64)
     table.set({
         IMAGE_PITCH: in_cols * pixel, IMAGE_SLICE: in_rows * in_cols * pixel,
@@ -457,12 +465,13 @@ def _block_words(h: _Phase, w: _Phase, taps: int, pixel: int, w_pixel: int, widt
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
-    """fprop and dgrad: a tile is a rectangle of results of one image, for a chunk of channels."""
-    T, direct = _DTYPES[problem.dtypes[0]], _is_direct(problem)
-    size, L = np.dtype(T).itemsize, lanes(T)
-    V = L * size
-    table, (depth, high, wide) = _start(problem)
+def _plan(problem: Problem, memory: str, threads: int, knobs: DepthwiseKnobs) -> _Plan:
+    """fprop and dgrad: a tile is a rectangle of results of one image, for a chunk of channels. What is held and
+    in which order it is added up follow from the problem as it is computed, whatever the tensors hold."""
+    T, M, direct = memory_token(problem.dtypes[0]), memory_token(memory), _is_direct(problem)
+    size, L = DTYPE_BYTES[memory], lanes(T)
+    V = L * np.dtype(T).itemsize
+    table, (depth, high, wide) = _start(problem, size)
     wide, taps, step = _slide(wide)
     (origin_h, reach_h), (origin_w, reach_w) = _reach(high), _reach(wide)
     table.set({
@@ -488,7 +497,7 @@ def _plan(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
     else:
         chunk, chunks = _chunks(channels, L, grid_w)
         pixel = (chunk + (channels > L and channels % L > 0)) * V
-        rows, cols = _gathered(table, slices, high, wide, knobs.block, V, pixel)
+        rows, cols = _gathered(table, slices, high, wide, knobs.block, V, L * size, pixel)
         pitch = pixel
     # Tiles lie in memory as their numbers do, so that a thread's share of them is one piece of the result. Chunks of
     # channels then change with every tile: all weights are kept, where they fit.
@@ -509,17 +518,18 @@ def _plan(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
         PACK_PITCH: pitch, PACK_BYTES: count * pitch, KEPT: kept, ZEROS_BYTES: zeros_bytes, ROWS_BYTES: rows_bytes,
         THREADS: threads,
     })  # fmt: skip
-    kernel = functools.partial(_filter_kernel, T, taps, step, direct, _block(min(cols, grid_w)))
+    kernel = functools.partial(_filter_kernel, T, M, taps, step, direct, _block(min(cols, grid_w)))
     return _Plan(kernel, table.tensor(), threads, thread_bytes * threads + 64)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_wgrad(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
-    """wgrad: a task adds up a part of all rectangles for a chunk of channels."""
-    T, direct = _DTYPES[problem.dtypes[0]], _is_direct(problem)
-    size, L = np.dtype(T).itemsize, lanes(T)
-    V = L * size
-    table, ((d,), (h,), (w,)) = _start(problem)
+def _plan_wgrad(problem: Problem, memory: str, threads: int, knobs: DepthwiseKnobs) -> _Plan:
+    """wgrad: a task adds up a part of all rectangles for a chunk of channels. What is held and
+    in which order it is added up follow from the problem as it is computed, whatever the tensors hold."""
+    T, M, direct = memory_token(problem.dtypes[0]), memory_token(memory), _is_direct(problem)
+    size, L = DTYPE_BYTES[memory], lanes(T)
+    V = L * np.dtype(T).itemsize
+    table, ((d,), (h,), (w,)) = _start(problem, size)
     _, taps, step = _slide([w], split=False)
     table.set({
         STEP_H: h.step, STEP_W: w.step, EVERY_H: 1, EVERY_W: 1, ORIGIN_H: h.origin, ORIGIN_W: w.origin,
@@ -530,7 +540,7 @@ def _plan_wgrad(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
     chunk, chunks = _chunks(problem.k, L, w.count)
     pixel = table.words[SRC_W] if direct else (chunk + (problem.k > L and problem.k % L > 0)) * V
     if not direct:
-        most, cols = _gathered(table, d.taps, [h], [w], knobs.block, V, pixel)
+        most, cols = _gathered(table, d.taps, [h], [w], knobs.block, V, L * size, pixel)
         rows = min(most, max(1, WGRAD_PIXELS // cols))
     rows = _evenly(h.count, min(rows, h.count))[0]
     rects = _rects(h.count, w.count, rows, cols)
@@ -565,10 +575,10 @@ def _plan_wgrad(problem: Problem, threads: int, knobs: DepthwiseKnobs) -> _Plan:
         PARTIAL_BYTES: partial, PARTIALS_BYTES: _up(partial * parts, 64), WIDE_PITCH: chunk_lanes * 8,
     })  # fmt: skip
     return _Plan(
-        kernel=functools.partial(_wgrad_kernel, T, taps, step, direct, _block(cols)), table=table.tensor(),
+        kernel=functools.partial(_wgrad_kernel, T, M, taps, step, direct, _block(cols)), table=table.tensor(),
         threads=threads,
         workspace=_up(partial * parts, 64) + thread_bytes * threads + 64,
-        finish=functools.partial(_finish_kernel, T) if parts > 1 else None,
+        finish=functools.partial(_finish_kernel, T, M) if parts > 1 else None,
     )  # fmt: skip
 
 
@@ -599,7 +609,7 @@ def _emit_guarded(builder, mask, i, values, change):
         values[at] = either
 
 
-def _emit_sums(builder, totals, steps, places, mask):
+def _emit_sums(builder, totals, steps, places, memory, mask):
     """totals[at] + x[i] * factor for all (i, [(at, factor), ...]) of the steps; x[i] is the vector at places[i].
 
     Under a mask only for those i whose bit is set; other places are not read.
@@ -607,7 +617,7 @@ def _emit_sums(builder, totals, steps, places, mask):
     for i, products in steps:
 
         def change(i=i, products=products):
-            x = emit_load(builder, totals[0].type, places[i])
+            x = emit_load(builder, totals[0].type, places[i], memory)
             return {at: emit_fma(builder, x, factor, totals[at]) for at, factor in products}
 
         if mask is None:
@@ -618,12 +628,12 @@ def _emit_sums(builder, totals, steps, places, mask):
     return pack(builder, totals)
 
 
-def _slide_code(sums, weights, every, guarded):
+def _slide_code(held, every, guarded):
     def codegen(context, builder, signature, args):
-        totals, taps = unpack(builder, args[0]), unpack(builder, args[1])
-        places = emit_rows(builder, args[3], args[4], (len(totals) - 1) * every + len(taps))
+        totals, taps = unpack(builder, args[1]), unpack(builder, args[2])
+        places = emit_rows(builder, args[4], args[5], (len(totals) - 1) * every + len(taps))
         steps = [(i, [(j, taps[t]) for t, j in pairs]) for i, pairs in _pairs(len(totals), len(taps), every)]
-        return _emit_sums(builder, totals, steps, places, args[5] if guarded else None)
+        return _emit_sums(builder, totals, steps, places, memory_of(held), args[6] if guarded else None)
 
     return codegen
 
@@ -633,81 +643,84 @@ def _is_slide(sums, factors, step):
 
 
 @intrinsic(prefer_literal=True)
-def slide(typingctx, sums, weights, step, address, pitch):
-    """slide(sums, weights, step, address, pitch) -> sums[j] + weights[t] * x[step*j + t], summed over t.
+def slide(typingctx, held, sums, weights, step, address, pitch):
+    """slide(M, sums, weights, step, address, pitch) -> sums[j] + weights[t] * x[step*j + t], summed over t.
 
-    x[i] is the vector at address + i * pitch. A sum meets its taps in their order.
+    x[i] is the vector of M at address + i * pitch. A sum meets its taps in their order.
     """
     if not _is_slide(sums, weights, step):
         return None
-    code = _slide_code(sums, weights, step.literal_value, False)
-    return sums(sums, weights, step, types.int64, types.int64), code
+    code = _slide_code(held, step.literal_value, False)
+    return sums(held, sums, weights, step, types.int64, types.int64), code
 
 
 @intrinsic(prefer_literal=True)
-def slide_inside(typingctx, sums, weights, step, address, pitch, mask):
+def slide_inside(typingctx, held, sums, weights, step, address, pitch, mask):
     """What `slide` does, at the border: without the products of those x[i] whose bit i of the mask is 0."""
     if not _is_slide(sums, weights, step):
         return None
-    code = _slide_code(sums, weights, step.literal_value, True)
-    return sums(sums, weights, step, *[types.int64] * 3), code
+    code = _slide_code(held, step.literal_value, True)
+    return sums(held, sums, weights, step, *[types.int64] * 3), code
 
 
-def _slide_grad_code(sums, values, every, guarded):
+def _slide_grad_code(held, every, guarded):
     def codegen(context, builder, signature, args):
-        totals, dys = unpack(builder, args[0]), unpack(builder, args[1])
-        places = emit_rows(builder, args[3], args[4], (len(dys) - 1) * every + len(totals))
+        totals, dys = unpack(builder, args[1]), unpack(builder, args[2])
+        places = emit_rows(builder, args[4], args[5], (len(dys) - 1) * every + len(totals))
         steps = [(i, [(t, dys[j]) for t, j in pairs]) for i, pairs in _pairs(len(dys), len(totals), every)]
-        return _emit_sums(builder, totals, steps, places, args[5] if guarded else None)
+        return _emit_sums(builder, totals, steps, places, memory_of(held), args[6] if guarded else None)
 
     return codegen
 
 
 @intrinsic(prefer_literal=True)
-def slide_grad(typingctx, sums, values, step, address, pitch):
-    """slide_grad(sums, dy, step, address, pitch) -> sums[t] + dy[j] * x[step*j + t], summed over j."""
+def slide_grad(typingctx, held, sums, values, step, address, pitch):
+    """slide_grad(M, sums, dy, step, address, pitch) -> sums[t] + dy[j] * x[step*j + t], summed over j."""
     if not _is_slide(sums, values, step):
         return None
-    code = _slide_grad_code(sums, values, step.literal_value, False)
-    return sums(sums, values, step, types.int64, types.int64), code
+    code = _slide_grad_code(held, step.literal_value, False)
+    return sums(held, sums, values, step, types.int64, types.int64), code
 
 
 @intrinsic(prefer_literal=True)
-def slide_grad_inside(typingctx, sums, values, step, address, pitch, mask):
+def slide_grad_inside(typingctx, held, sums, values, step, address, pitch, mask):
     """What `slide_grad` does, at the border: without the products of those x[i] whose bit i of the mask is 0."""
     if not _is_slide(sums, values, step):
         return None
-    code = _slide_grad_code(sums, values, step.literal_value, True)
-    return sums(sums, values, step, *[types.int64] * 3), code
+    code = _slide_grad_code(held, step.literal_value, True)
+    return sums(held, sums, values, step, *[types.int64] * 3), code
 
 
 @intrinsic
-def multiply_add(typingctx, sums, x, weights):
-    """multiply_add(sums, x, weights) -> sums[i] + x[i] * weights[i], both vectors behind each other in memory."""
+def multiply_add(typingctx, held, sums, x, weights):
+    """multiply_add(M, sums, x, weights) -> sums[i] + x[i] * weights[i], both vectors behind each other in memory."""
 
     def codegen(context, builder, signature, args):
-        totals, width = unpack(builder, args[0]), LANE_BYTES
+        totals, memory = unpack(builder, args[1]), memory_of(held)
+        width = LANE_BYTES if memory is None else LANE_BYTES // 2
         for i, total in enumerate(totals):
-            value = emit_load(builder, total.type, emit_offset(builder, args[1], i, width))
-            weight = emit_load(builder, total.type, emit_offset(builder, args[2], i, width))
+            value = emit_load(builder, total.type, emit_offset(builder, args[2], i, width), memory)
+            weight = emit_load(builder, total.type, emit_offset(builder, args[3], i, LANE_BYTES))
             totals[i] = emit_fma(builder, value, weight, total)
         return pack(builder, totals)
 
-    return sums(sums, types.int64, types.int64), codegen
+    return sums(held, sums, types.int64, types.int64), codegen
 
 
 @intrinsic
-def multiply_add_to(typingctx, sums, x, values):
-    """multiply_add_to(sums, x, dy): the vectors in memory at `sums` += those at `x` * dy[i]."""
+def multiply_add_to(typingctx, held, sums, x, values):
+    """multiply_add_to(M, sums, x, dy): the vectors in memory at `sums` += those of M at `x` * dy[i]."""
 
     def codegen(context, builder, signature, args):
-        for i, value in enumerate(unpack(builder, args[2])):
-            place = emit_offset(builder, args[0], i, LANE_BYTES)
-            x_i = emit_load(builder, value.type, emit_offset(builder, args[1], i, LANE_BYTES))
+        memory = memory_of(held)
+        width = LANE_BYTES if memory is None else LANE_BYTES // 2
+        for i, value in enumerate(unpack(builder, args[3])):
+            place = emit_offset(builder, args[1], i, LANE_BYTES)
+            x_i = emit_load(builder, value.type, emit_offset(builder, args[2], i, width), memory)
             emit_store(builder, place, emit_fma(builder, x_i, value, emit_load(builder, value.type, place)))
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, values), codegen
+    return types.void(held, types.int64, types.int64, values), codegen
 
 
 @intrinsic
@@ -789,39 +802,40 @@ def _next_tiles(block, first, g, number, tile, last, away):
 
 
 @inline
-def _turn(T, L, SIZE, to, step, src, lane, valid, count):
+def _turn(M, L, HELD, to, step, src, lane, valid, count):
     """to[pixel][lane] = src[plane][pixel], in squares of L planes by L pixels, the last one over its neighbour.
 
-    Pixels of `to` are `step` bytes apart, planes `lane`.
+    Pixels of `to` are `step` bytes apart, planes `lane`. What is read is of M, what is written as it is computed with.
     """
     at = 0
     if count < L:
-        store_first(transpose(load_block_clipped(T, L, src, lane, valid, count)), to, step, count)
+        store_first(transpose(load_block_clipped(M, L, src, lane, valid, count)), to, step, count)
     elif valid < L:
         while at < count:
             at = min(at, count - L)
-            store_block(transpose(load_block_clipped(T, L, src + at * SIZE, lane, valid, L)), to + at * step, step)
+            store_block(transpose(load_block_clipped(M, L, src + at * HELD, lane, valid, L)), to + at * step, step)
             at += L
     else:
         while at < count:
             at = min(at, count - L)
-            store_block(transpose(load_block(T, L, src + at * SIZE, lane)), to + at * step, step)
+            store_block(transpose(load_block(M, L, src + at * HELD, lane)), to + at * step, step)
             at += L
 
 
 @inline
-def _gather(T, L, SIZE, to, to_pitch, step, plain, src, row_bytes, pixel, lane, k, div, channels, rows, cols):
+def _gather(T, M, L, SIZE, HELD, to, to_pitch, step, plain, src, row_bytes, pixel, lane, k, div, channels, rows, cols):
     """to[row][column][i] = src[row][column][channel], the channel of i being (k + i) / div, for i < channels.
 
-    src is where channel k / div begins; row_bytes, pixel and lane are its strides, to_pitch and step those of `to`.
+    src is where channel k / div begins; row_bytes, pixel and lane are its strides, to_pitch and step those of `to`. An
+    element of M, which the source is of, has HELD bytes.
     """
     V, first = L * SIZE, 0
     while first < channels:
         first = max(0, min(first, channels - L))
         valid, at, put = min(L, channels - first), src + ((k + first) // div - k // div) * lane, to + first * SIZE
-        if pixel == SIZE and div == 1:
-            if cols < L and row_bytes == cols * SIZE:  # through rows, as narrow ones would fill a square badly
-                _turn(T, L, SIZE, plain, V, at, lane, valid, rows * cols)
+        if pixel == HELD and div == 1:
+            if cols < L and row_bytes == cols * HELD:  # through rows, as narrow ones would fill a square badly
+                _turn(M, L, HELD, plain, V, at, lane, valid, rows * cols)
                 row = plain
                 for _ in range(rows):
                     for j in range(cols):
@@ -830,27 +844,27 @@ def _gather(T, L, SIZE, to, to_pitch, step, plain, src, row_bytes, pixel, lane, 
                     put += to_pitch
             else:
                 for _ in range(rows):
-                    _turn(T, L, SIZE, put, step, at, lane, valid, cols)
+                    _turn(M, L, HELD, put, step, at, lane, valid, cols)
                     at += row_bytes
                     put += to_pitch
         else:
             for _ in range(rows):
                 for j in range(cols):
-                    if lane == SIZE and div == 1:
-                        store(put + j * step, load_clipped(T, at + j * pixel, 0, valid))
+                    if lane == HELD and div == 1:
+                        store(put + j * step, load_clipped(M, at + j * pixel, 0, valid))
                     else:
                         for i in range(valid):
                             of = ((k + first + i) // div - (k + first) // div) * lane
-                            store_scalar(put + j * step + i * SIZE, load_scalar(T, at + j * pixel + of))
+                            store_scalar(put + j * step + i * SIZE, load_scalar(M, at + j * pixel + of))
                 at += row_bytes
                 put += to_pitch
         first += L
 
 
 @inline
-def _scatter(T, L, SIZE, to, row_bytes, pixel, lane, src, src_pitch, step, channels, rows, cols):
-    """to[row][column][channel] = src[row][column][channel]; pixels of src are `step` bytes apart."""
-    if pixel == SIZE and src_pitch == cols * step and row_bytes == cols * SIZE:
+def _scatter(T, M, L, SIZE, HELD, to, row_bytes, pixel, lane, src, src_pitch, step, channels, rows, cols):
+    """to[row][column][channel] = src[row][column][channel], rounded to M; pixels of src are `step` bytes apart."""
+    if pixel == HELD and src_pitch == cols * step and row_bytes == cols * HELD:
         rows, cols = 1, rows * cols
     first = 0
     while first < channels:
@@ -858,20 +872,21 @@ def _scatter(T, L, SIZE, to, row_bytes, pixel, lane, src, src_pitch, step, chann
         valid, put, row = min(L, channels - first), to + first * lane, src + first * SIZE
         for _ in range(rows):
             at = 0
-            if pixel == SIZE:
+            if pixel == HELD:
                 if cols < L:
-                    store_block_clipped(transpose(load_block(T, L, row, step)), put, lane, valid, cols)
+                    square = narrow(M, transpose(load_block(T, L, row, step)))
+                    store_block_clipped(square, put, lane, valid, cols)
                 while at < cols and cols >= L:
                     at = min(at, cols - L)
-                    square = transpose(load_block(T, L, row + at * step, step))
+                    square = narrow(M, transpose(load_block(T, L, row + at * step, step)))
                     if valid == L:
-                        store_block(square, put + at * SIZE, lane)
+                        store_block(square, put + at * HELD, lane)
                     else:
-                        store_block_clipped(square, put + at * SIZE, lane, valid, L)
+                        store_block_clipped(square, put + at * HELD, lane, valid, L)
                     at += L
             else:
                 for j in range(cols):
-                    store_clipped(put + j * pixel, 0, valid, load(T, row + j * step))
+                    store_clipped(put + j * pixel, 0, valid, narrow(M, load(T, row + j * step)))
             put += row_bytes
             row += src_pitch
         first += L
@@ -889,7 +904,7 @@ def _zero_beside(T, V, image, pitch, rows, left, cols, width):
 
 
 @inline
-def _gather_image(T, L, SIZE, g, image, plain, x, depth, d0, top, left, rows, cols, c_first, c_last, fresh):
+def _gather_image(T, M, L, SIZE, HELD, g, image, plain, x, depth, d0, top, left, rows, cols, c_first, c_last, fresh):
     """The source under a rectangle of rows x cols results, padded, as pixels of channels c_first to c_last - 1.
 
     It begins at (d0, top, left), which may be outside; x is where the first channel begins. Rows and slices outside are
@@ -910,7 +925,7 @@ def _gather_image(T, L, SIZE, g, image, plain, x, depth, d0, top, left, rows, co
             at = x + d * field(g, SRC_D) + h0 * field(g, SRC_H) + w0 * field(g, SRC_W)
             to = image + t * field(g, IMAGE_SLICE) + (h0 - top) * pitch + (w0 - left) * step
             _gather(
-                T, L, SIZE, to, pitch, step, plain, at, field(g, SRC_H), field(g, SRC_W),
+                T, M, L, SIZE, HELD, to, pitch, step, plain, at, field(g, SRC_H), field(g, SRC_W),
                 field(g, FAN) * field(g, SRC_C), c_first, field(g, DIV), c_last - c_first, h1 - h0, w1 - w0,
             )  # fmt: skip
 
@@ -919,15 +934,20 @@ def _gather_image(T, L, SIZE, g, image, plain, x, depth, d0, top, left, rows, co
 
 
 @functools.cache
-def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> Kernel:
+def _filter_kernel(T: type, M: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> Kernel:
     """A tile is a rectangle of results of one image, for a chunk of channels.
 
     Each row of results has a list of the rows under it, with the address of each one's first weight: rows outside the
     image are not on the list. Unless DIRECT, a chunk is one vector, and source and result are in scratch memory.
+
+    Channels are counted in bytes of T. Shifted by HALF, of elements where pixels are read and written, or by HELD_HALF,
+    of those of the tensors, they are bytes there.
     """
-    L, SIZE = lanes(T), np.dtype(T).itemsize
+    L, SIZE, HELD = lanes(T), np.dtype(T).itemsize, np.dtype(M).itemsize
+    X = M if DIRECT else T
+    HALF, HELD_HALF = int(np.dtype(X).itemsize < SIZE), int(HELD < SIZE)
     V, GUARDED = L * SIZE, DIRECT or TAPS >= GUARDED_TAPS
-    LINES = -(-BLOCK * STEP * V // 64)  # of a later row, to fetch with each block and vector of channels
+    LINES = -(-BLOCK * STEP * (V >> HALF) // 64)  # of a later row, to fetch with each block and vector of channels
 
     @inline
     def pack_weights(packed, pitch, weights, taps, lane, channels):
@@ -939,14 +959,14 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> K
                 i = 0
                 while i < taps:
                     i = min(i, taps - L)
-                    square = transpose(load_block(T, L, weights + c * lane + i * SIZE, lane))
+                    square = transpose(load_block(M, L, weights + c * lane + i * HELD, lane))
                     store_block(square, packed + i * pitch + c * SIZE, pitch)
                     i += L
             else:
                 for i in range(taps):
                     for v in range(L):
-                        at = weights + min(c + v, channels - 1) * lane + i * SIZE
-                        store_scalar(packed + i * pitch + (c + v) * SIZE, load_scalar(T, at))
+                        at = weights + min(c + v, channels - 1) * lane + i * HELD
+                        store_scalar(packed + i * pitch + (c + v) * SIZE, load_scalar(M, at))
             c += L
 
     @inline
@@ -967,9 +987,9 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> K
                 weights = load_block(T, TAPS, w + load_scalar(np.int64, row + 8), w_bytes)
                 at = x + load_scalar(np.int64, row)
                 if clip is None:
-                    sums = slide(sums, weights, STEP, at, tap)
+                    sums = slide(X, sums, weights, STEP, at, tap)
                 else:
-                    sums = slide_inside(sums, weights, STEP, at, tap, mask)
+                    sums = slide_inside(X, sums, weights, STEP, at, tap, mask)
                 row += 16
             x += TAPS * tap
             w += TAPS * w_bytes
@@ -983,14 +1003,22 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> K
                 weight = load_block(T, 1, w + load_scalar(np.int64, row + 8), 0)
                 at = x + load_scalar(np.int64, row)
                 if clip is None:
-                    sums = slide(sums, weight, 1, at, jump)
+                    sums = slide(X, sums, weight, 1, at, jump)
                 else:
-                    sums = slide_inside(sums, weight, 1, at, jump, mask)
+                    sums = slide_inside(X, sums, weight, 1, at, jump, mask)
                 row += 16
             x += tap
             w += w_bytes
             index += spread
         return sums
+
+    @inline
+    def put(sums, y, y_step, count):
+        """Where all results are stored that do not go through scratch memory; `_scatter` stores the others."""
+        if count < len(sums):
+            store_first(narrow(X, sums), y, y_step, count)
+        else:
+            store_block(narrow(X, sums), y, y_step)
 
     @inline
     def filter_channels(like, rows, rows_end, index, pixel, y, y_step, count, bytes_, bias, phase, step_w, width,
@@ -1009,34 +1037,31 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> K
             for r in range(ahead_rows):
                 prefetch(LINES, ahead + r * row_bytes)
             ahead += 64 * LINES
-            sums = fill_like(like, load(T, bias + c))
+            sums, at = fill_like(like, load(M, bias + (c >> HELD_HALF))), x + (c >> HALF)
             if not GUARDED or width == 0:
-                sums = filter_block(sums, rows, rows_end, x + c, c, phase, step_w, index, None)
+                sums = filter_block(sums, rows, rows_end, at, c, phase, step_w, index, None)
             else:
-                sums = filter_block(sums, rows, rows_end, x + c, c, phase, step_w, index, (width, full, single))
-            if count < len(like):
-                store_first(sums, y + c, y_step, count)
-            else:
-                store_block(sums, y + c, y_step)
+                sums = filter_block(sums, rows, rows_end, at, c, phase, step_w, index, (width, full, single))
+            put(sums, y + (c >> HALF), y_step, count)
             c += V
 
     @inline
-    def filter_pixel(like, rows, rows_end, x, y, w, bytes_, bias, taps, phase):
-        """One pixel of which `taps` columns of the filter lie inside the row, several vectors of channels at once."""
+    def filter_pixel(rows, rows_end, x, y, w, bytes_, bias, taps, phase):
+        """One pixel of which `taps` columns of the filter lie inside the row."""
         tap, w_bytes, c = field(phase, TAP), field(phase, W_BYTES), 0
         while c < bytes_:
-            c = min(c, bytes_ - len(like) * V)
-            sums = load_like(like, bias + c)
+            c = min(c, bytes_ - V)
+            sums = load_block(M, 1, bias + (c >> HELD_HALF), 0)
             row = rows
             while row < rows_end:
-                xs, ws = x + c + load_scalar(np.int64, row), w + c + load_scalar(np.int64, row + 8)
+                xs, ws = x + (c >> HALF) + load_scalar(np.int64, row), w + c + load_scalar(np.int64, row + 8)
                 for _ in range(taps):
-                    sums = multiply_add(sums, xs, ws)
+                    sums = multiply_add(X, sums, xs, ws)
                     xs += tap
                     ws += w_bytes
                 row += 16
-            store_block(sums, y + c, V)
-            c += len(like) * V
+            put(sums, y + (c >> HALF), 0, 1)
+            c += V
 
     @kernel
     def depthwise_filter(block):
@@ -1090,23 +1115,23 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> K
                 bytes_ = max(V, (c_last - c_first) * SIZE)
                 packed, name = filters + chunk % kept * field(g, PACK_BYTES), names + chunk % kept * 8
                 if load_scalar(np.int64, name) != chunk * fan + m:
-                    first_filter = weights + (c_first * fan + m) * taps * SIZE
-                    pack_weights(packed, pitch, first_filter, taps, fan * taps * SIZE, c_last - c_first)
+                    first_filter = weights + (c_first * fan + m) * taps * HELD
+                    pack_weights(packed, pitch, first_filter, taps, fan * taps * HELD, c_last - c_first)
                     store_scalar(name, chunk * fan + m)
                 first_bias = zeros
                 if bias != 0 and m == 0:
-                    first_bias = bias + c_first * SIZE
+                    first_bias = bias + c_first * HELD
                     if C < L:
                         first_bias = zeros + V
-                        store(first_bias, load_clipped(T, bias + c_first * SIZE, 0, c_last - c_first))
+                        store(first_bias, narrow(M, load_clipped(M, bias + c_first * HELD, 0, c_last - c_first)))
                 x_n = src + n * field(g, SRC_N) + c_first * field(g, SRC_C)
                 y_n = y_tile
                 top, left = i0 * step_h + field(g, ORIGIN_H), j0 * step_w + field(g, ORIGIN_W)
                 if not DIRECT:
                     x = src + n * field(g, SRC_N) + (c_first // field(g, DIV) * fan + m) * field(g, SRC_C)
                     _gather_image(
-                        T, L, SIZE, g, image, plain, x, depth, d0, top, left, i1 - i0, j1 - j0, c_first, c_last,
-                        beside != j0,
+                        T, M, L, SIZE, HELD, g, image, plain, x, depth, d0, top, left, i1 - i0, j1 - j0, c_first,
+                        c_last, beside != j0,
                     )  # fmt: skip
                     beside = j0
                     y_n = result + (m > 0) * field(g, RESULT_BYTES) - every_h * i0 * dst_h - every_w * j0 * dst_w
@@ -1151,8 +1176,7 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> K
                                 s1 = min(field(phase, W_TAPS), (W - 1 - at) // spread + 1)
                                 x, w = (at + s0 * spread) * pixel, s0 * field(phase, W_BYTES)
                                 y = y_row + j * y_step
-                                one = fill(1, zero(T))
-                                filter_pixel(one, rows, rows_end, x, y, w, bytes_, first_bias, s1 - s0, phase)
+                                filter_pixel(rows, rows_end, x, y, w, bytes_, first_bias, s1 - s0, phase)
                                 j += 1
                             elif end - j > SMALL:
                                 j = max(j0, min(j, end - BLOCK))
@@ -1184,8 +1208,8 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> K
                 cols_out = min(field(g, OUT_W) - every_w * j0, every_w * (j1 - j0))
                 to = y_tile + every_h * i0 * field(g, DST_H) + every_w * j0 * field(g, DST_W)
                 _scatter(
-                    T, L, SIZE, to, field(g, DST_H), field(g, DST_W), field(g, DST_C), result, field(g, RESULT_PITCH),
-                    pixel, c_last - c_first, rows_out, cols_out,
+                    T, M, L, SIZE, HELD, to, field(g, DST_H), field(g, DST_W), field(g, DST_C), result,
+                    field(g, RESULT_PITCH), pixel, c_last - c_first, rows_out, cols_out,
                 )  # fmt: skip
             tile, last_tile, away = _next_tiles(block, 7, g, number, tile + 1, last_tile, away)
 
@@ -1196,30 +1220,32 @@ def _filter_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> K
 
 
 @inline
-def _write_gradient(T, L, SIZE, wide, pitch, dw, c, C, taps):
+def _write_gradient(T, M, L, HELD, wide, pitch, dw, c, C, taps):
     """dw[c + lane][tap] = wide[tap][lane], rounded, in squares, the last of which overlaps its neighbour if it can."""
     i = 0
     while i < taps:
         i = max(0, min(i, taps - L))
-        square = transpose(load_narrow(T, L, wide + i * pitch, pitch, taps - i))
-        to = dw + (c * taps + i) * SIZE
+        square = narrow(M, transpose(load_narrow(T, L, wide + i * pitch, pitch, taps - i)))
+        to = dw + (c * taps + i) * HELD
         if C >= L and taps >= L:
-            store_block(square, to, taps * SIZE)
+            store_block(square, to, taps * HELD)
         else:
-            store_block_clipped(square, to, taps * SIZE, min(L, C), taps - i)
+            store_block_clipped(square, to, taps * HELD, min(L, C), taps - i)
         i += L
 
 
 @functools.cache
-def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> Kernel:
+def _wgrad_kernel(T: type, M: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> Kernel:
     """A task adds up one part of all rectangles of dy for a chunk of channels, in f64.
 
     Sums in f32 lie in memory, [tap][channel]; a block of dy is in registers while the taps of a filter row are taken
     up, fed and put back. The last vector of channels overlaps its neighbour in x and dy, but not in the sums.
     """
-    L, SIZE = lanes(T), np.dtype(T).itemsize
+    L, SIZE, HELD = lanes(T), np.dtype(T).itemsize, np.dtype(M).itemsize
+    X = M if DIRECT else T
+    HALF = int(np.dtype(X).itemsize < SIZE)  # shifts bytes of T to those of what is read
     V, GUARDED = L * SIZE, DIRECT or TAPS >= GUARDED_TAPS
-    LINES = -(-BLOCK * STEP * V // 64)
+    LINES = -(-BLOCK * STEP * (V >> HALF) // 64)
 
     @inline
     def add_block(dy, rows, rows_end, x, sums_at, phase, pitch, index, step_w, clip):
@@ -1237,9 +1263,9 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> Ke
             while row < rows_end:
                 at, xs = sums_at + load_scalar(np.int64, row + 8), x + load_scalar(np.int64, row)
                 if clip is None:
-                    sums = slide_grad(load_block(T, TAPS, at, pitch), dy, STEP, xs, tap)
+                    sums = slide_grad(X, load_block(T, TAPS, at, pitch), dy, STEP, xs, tap)
                 else:
-                    sums = slide_grad_inside(load_block(T, TAPS, at, pitch), dy, STEP, xs, tap, mask)
+                    sums = slide_grad_inside(X, load_block(T, TAPS, at, pitch), dy, STEP, xs, tap, mask)
                 store_block(sums, at, pitch)
                 row += 16
             x += TAPS * tap
@@ -1253,9 +1279,9 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> Ke
             while row < rows_end:
                 at, xs = sums_at + load_scalar(np.int64, row + 8), x + load_scalar(np.int64, row)
                 if clip is None:
-                    one = slide_grad(load_block(T, 1, at, 0), dy, 1, xs, jump)
+                    one = slide_grad(X, load_block(T, 1, at, 0), dy, 1, xs, jump)
                 else:
-                    one = slide_grad_inside(load_block(T, 1, at, 0), dy, 1, xs, jump, mask)
+                    one = slide_grad_inside(X, load_block(T, 1, at, 0), dy, 1, xs, jump, mask)
                 store_block(one, at, 0)
                 row += 16
             x += tap
@@ -1268,7 +1294,7 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> Ke
         while row < rows_end:
             xs, at = x + load_scalar(np.int64, row), sums_at + load_scalar(np.int64, row + 8)
             for _ in range(taps):
-                multiply_add_to(at, xs, dy)
+                multiply_add_to(X, at, xs, dy)
                 xs += tap
                 at += pitch
             row += 16
@@ -1323,13 +1349,13 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> Ke
                 top, left = i0 * step_h + field(g, ORIGIN_H), j0 * step_w + origin
                 if not DIRECT:
                     _gather_image(
-                        T, L, SIZE, g, image, plain, x_n, depth, d0, top, left, i1 - i0, j1 - j0, c_first, c_last,
-                        beside != j0,
+                        T, M, L, SIZE, HELD, g, image, plain, x_n, depth, d0, top, left, i1 - i0, j1 - j0, c_first,
+                        c_last, beside != j0,
                     )  # fmt: skip
                     beside = j0
                     y = y_n + i0 * field(g, DST_H) + j0 * field(g, DST_W)
                     _gather(
-                        T, L, SIZE, result, y_bytes, pixel, plain, y, field(g, DST_H), field(g, DST_W),
+                        T, M, L, SIZE, HELD, result, y_bytes, pixel, plain, y, field(g, DST_H), field(g, DST_W),
                         field(g, DST_C), c_first, 1, c_last - c_first, i1 - i0, j1 - j0,
                     )  # fmt: skip
                     y_n = result - i0 * y_bytes - j0 * pixel
@@ -1370,24 +1396,24 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> Ke
                                     prefetch(BLOCK, y_ahead)
                                 x_ahead += 64 * LINES
                                 y_ahead += 64 * BLOCK
-                                dy = load_block(T, BLOCK, y + c, y_step)
+                                dy, xs = load_block(X, BLOCK, y + (c >> HALF), y_step), x + (c >> HALF)
                                 if not GUARDED or within:
-                                    add_block(dy, rows, rows_end, x + c, s, phase, pitch, at, step_w, None)
+                                    add_block(dy, rows, rows_end, xs, s, phase, pitch, at, step_w, None)
                                 else:
                                     clip = (W, full, single)
-                                    add_block(dy, rows, rows_end, x + c, s, phase, pitch, at, step_w, clip)
+                                    add_block(dy, rows, rows_end, xs, s, phase, pitch, at, step_w, clip)
                                 c += V
                                 s += V
                             j += BLOCK
                         elif j1 - j >= SMALL:
                             while c < bytes_:
                                 c = min(c, bytes_ - V)
-                                dy_few = load_block(T, SMALL, y + c, y_step)
+                                dy_few, xs = load_block(X, SMALL, y + (c >> HALF), y_step), x + (c >> HALF)
                                 if not GUARDED or within:
-                                    add_block(dy_few, rows, rows_end, x + c, s, phase, pitch, at, step_w, None)
+                                    add_block(dy_few, rows, rows_end, xs, s, phase, pitch, at, step_w, None)
                                 else:
                                     clip = (W, full, single)
-                                    add_block(dy_few, rows, rows_end, x + c, s, phase, pitch, at, step_w, clip)
+                                    add_block(dy_few, rows, rows_end, xs, s, phase, pitch, at, step_w, clip)
                                 c += V
                                 s += V
                             j += SMALL
@@ -1397,14 +1423,14 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> Ke
                             x += s0 * spread * pixel
                             s = s0 * pitch
                             while c + 4 * V <= bytes_:
-                                dy4 = load_block(T, 4, y + c, V)
-                                add_pixel(dy4, rows, rows_end, x + c, s, s1 - s0, field(phase, TAP), pitch)
+                                dy4, xs = load_block(X, 4, y + (c >> HALF), V >> HALF), x + (c >> HALF)
+                                add_pixel(dy4, rows, rows_end, xs, s, s1 - s0, field(phase, TAP), pitch)
                                 c += 4 * V
                                 s += 4 * V
                             while c < bytes_:
                                 c = min(c, bytes_ - V)
-                                dy1 = load_block(T, 1, y + c, V)
-                                add_pixel(dy1, rows, rows_end, x + c, s, s1 - s0, field(phase, TAP), pitch)
+                                dy1, xs = load_block(X, 1, y + (c >> HALF), 0), x + (c >> HALF)
+                                add_pixel(dy1, rows, rows_end, xs, s, s1 - s0, field(phase, TAP), pitch)
                                 c += V
                                 s += V
                             j += 1
@@ -1426,17 +1452,8 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> Ke
             if parts == 1:
                 c = 0
                 while c < bytes_:
-                    _write_gradient(
-                        T,
-                        L,
-                        SIZE,
-                        wide,
-                        wide_pitch,
-                        dw,
-                        c_first + max(0, min(c // SIZE, (bytes_ - V) // SIZE)),
-                        C,
-                        taps,
-                    )
+                    channel = c_first + max(0, min(c // SIZE, (bytes_ - V) // SIZE))
+                    _write_gradient(T, M, L, HELD, wide, wide_pitch, dw, channel, C, taps)
                     wide += 8 * L
                     c += V
             tile, last_tile, away = _next_tiles(block, 6, g, number, tile + 1, last_tile, away)
@@ -1445,9 +1462,9 @@ def _wgrad_kernel(T: type, TAPS: int, STEP: int, DIRECT: bool, BLOCK: int) -> Ke
 
 
 @functools.cache
-def _finish_kernel(T: type) -> Kernel:
+def _finish_kernel(T: type, M: type) -> Kernel:
     """dw[channel][tap] = the sum over the parts of their [tap][channel], in the order of the parts."""
-    L, SIZE = lanes(T), np.dtype(T).itemsize
+    L, HELD = lanes(T), np.dtype(M).itemsize
 
     @kernel
     def depthwise_finish(block):
@@ -1461,7 +1478,7 @@ def _finish_kernel(T: type) -> Kernel:
                 for part in range(1, parts):
                     at = partials + group * L * 8 + tap * pitch
                     merge_wide(L, at, at + part * partial)
-            _write_gradient(T, L, SIZE, partials + group * L * 8, pitch, dw, max(0, min(group * L, C - L)), C, taps)
+            _write_gradient(T, M, L, HELD, partials + group * L * 8, pitch, dw, max(0, min(group * L, C - L)), C, taps)
             group = next_tile(block)
 
     return depthwise_finish

@@ -33,6 +33,10 @@ Vectors that touch the border of the image take a second path with masked loads.
 an infinite weight shows) or are left out (dgrad: there is no such term). Both paths add in the same order, so that a
 pixel's bits depend neither on the path nor on tiles, threads or batch. The last vector of a row overlaps its neighbour
 rather than being cut.
+
+x, y and dy may be of f16 or bf16: vectors are widened as they are loaded, and results rounded as they are stored. The
+filter is cast beforehand, since a weight is loaded for each use. Kernels have a token T for what is computed with and
+one, M, for what the tensors hold.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ from torch import Tensor
 from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
 from ..problem import DTYPE_BYTES, Problem
+from .low_precision import computed, memory_refusals, memory_token
 from .matrices import sum_error
 from .runtime import Kernel, kernel, launch
 from .simd import (
@@ -72,6 +77,8 @@ from .simd import (
     is_block,
     lanes,
     load_scalar,
+    memory_of,
+    narrow,
     next_tile,
     next_tile_of,
     pack,
@@ -113,12 +120,12 @@ class Filter2d(Engine):
 
     name = "cpu.filter2d"
     takes_bias = True
+    takes_low = True
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         if problem.rank > 2:
             yield f"rank is {problem.rank}; wanted 1 or 2 spatial axes"
-        if set(problem.dtypes) not in ({"f32"}, {"f64"}):
-            yield f"dtypes are {', '.join(problem.dtypes)}; wanted f32 or f64 for all three"
+        yield from memory_refusals(problem)
         if set(problem.stride) != {1}:
             yield f"stride is {problem.stride}; neighbouring results lie in one vector of x only at stride 1"
         for letter, channels in (("C", problem.c), ("K", problem.k)):
@@ -132,6 +139,7 @@ class Filter2d(Engine):
 
     def traits(self, problem: Problem, knobs: Filter2dKnobs) -> Traits:
         # wgrad: along a strip of 1 KiB a lane adds 8 rows of at most 64 vectors (16 bytes wide), then up to 8 copies.
+        problem = computed(problem)
         chain = 8 * 64 + 8 if problem.direction == "wgrad" else None
         return Traits(accumulator=problem.dtypes[0], error_bound=sum_error(problem, chain))
 
@@ -141,9 +149,14 @@ class Filter2d(Engine):
         _, tiles = _wgrad_tiles(problem)
         return 8 * tiles * prod(problem.w_shape)
 
+    def copies(self, problem: Problem, knobs: Filter2dKnobs) -> tuple[str, ...]:
+        low = problem.direction != "wgrad" and computed(problem) is not problem
+        return (f"cast w {problem.dtypes[1]} to f32",) if low else ()
+
     def knobs(self, problem: Problem, device: Device) -> Iterable[Filter2dKnobs]:
         if problem.rank == 1:
             return (Filter2dKnobs(1, 8),)
+        problem = computed(problem)
         width = problem.spatial[1] if problem.direction == "dgrad" else problem.out[1]
         if width <= device.lanes * 4 // DTYPE_BYTES[problem.dtypes[0]]:  # a second vector would be all mask
             return (Filter2dKnobs(8, 1),)
@@ -152,6 +165,7 @@ class Filter2d(Engine):
         return (Filter2dKnobs(5 if _row_taps(*_rows_of(problem)) >= 6 else 4, 2),)
 
     def cost(self, problem: Problem, device: Device, knobs: Filter2dKnobs) -> float:
+        problem = computed(problem)
         size = DTYPE_BYTES[problem.dtypes[0]]
         lanes = device.lanes * 4 // size
         image = problem.spatial if problem.direction == "dgrad" else problem.out
@@ -219,7 +233,8 @@ def _build_fprop(problem: Problem, device: Device, knobs: Filter2dKnobs) -> Runn
     """fprop, and dgrad as an fprop of dy: channels exchanged, the filter turned by half a turn."""
     H, W, P, Q, R, S, row_pad, col_pad, row_dil, col_dil = _geometry(problem)
     G, C, K = problem.groups, problem.c // problem.groups, problem.k // problem.groups
-    size = DTYPE_BYTES[problem.dtypes[0]]
+    T, M = memory_token(computed(problem).dtypes[0]), memory_token(problem.dtypes[0])
+    size, cast = np.dtype(T).itemsize, T is not M
     nhwc = problem.layouts[1] == "nhwc"
     wk, wc, wr, ws = (v * size for v in ((R * S * C, 1, S * C, C) if nhwc else (C * R * S, R * S, S, 1)))
     wg, offset, skip = K * wk, 0, 0
@@ -233,12 +248,12 @@ def _build_fprop(problem: Problem, device: Device, knobs: Filter2dKnobs) -> Runn
     units = problem.n * G * -(-P // knobs.rows)
     fair = units // (4 * threads)  # four tiles a thread even out their ends
     tile_units = max(1, min(fair, _TILE_RESULTS // (knobs.rows * Q * K)))
-    kernel = fprop_kernel(np.float32 if size == 4 else np.float64, _row_taps(R, row_dil), knobs.rows, knobs.vectors)
+    kernel = fprop_kernel(T, M, _row_taps(R, row_dil), knobs.rows, knobs.vectors)
     sizes = (G, C, K, H, W, P, Q, R, S, row_pad, col_pad, row_dil, col_dil)
     rest = (*sizes, wg, wk, wc, wr, ws, skip, units, tile_units, threads, *[0] * threads)
 
     def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
-        first = 0 if bias is None else bias.data_ptr()
+        first, b = 0 if bias is None else bias.data_ptr(), b.float() if cast else b
         launch(kernel, (a.data_ptr(), b.data_ptr() + offset, first, out.data_ptr(), *rest), threads)
 
     return run
@@ -259,8 +274,8 @@ def _build_wgrad(problem: Problem, device: Device) -> Runner:
     tile_units, tiles = _wgrad_tiles(problem)
     units = problem.n * -(-P // _WGRAD_ROWS)
     threads = max(1, min(device.threads, problem.macs // _THREAD_MACS))
-    dtype = np.float32 if problem.dtypes[0] == "f32" else np.float64
-    tile_kernel, sum_kernel = wgrad_kernel(dtype, _row_taps(R, rest[2]), _WGRAD_ROWS), wgrad_sum_kernel(dtype)
+    T, M = memory_token(computed(problem).dtypes[0]), memory_token(problem.dtypes[0])
+    tile_kernel, sum_kernel = wgrad_kernel(T, M, _row_taps(R, rest[2]), _WGRAD_ROWS), wgrad_sum_kernel(T, M)
     sizes = (G, C, K, H, W, P, Q, R, S, *rest, units, tile_units, tiles)
 
     def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None) -> None:
@@ -281,14 +296,19 @@ def _literals(*kinds):
     return all(isinstance(kind, types.IntegerLiteral) for kind in kinds)
 
 
-def _emit_clipped_row(builder, kind, image, pitch, row, height, column, width, i):
+def _held_bytes(kind, memory):
+    """Bytes of an element that is computed with as that of the vector `kind`."""
+    return 2 if memory is not None else 8 if isinstance(kind.element, ir.DoubleType) else 4
+
+
+def _emit_clipped_row(builder, kind, memory, image, pitch, row, height, column, width, i):
     """The vector at row + i and column of a height x width image, with the mask of the lanes that lie inside it."""
     row = builder.add(row, ir.Constant(_I64, i))
     inside = builder.icmp_unsigned("<", row, height)
     mask = emit_clip_mask(builder, column, builder.select(inside, width, ir.Constant(_I64, 0)), kind.count)
-    size = 8 if isinstance(kind.element, ir.DoubleType) else 4
-    place = builder.add(builder.add(image, builder.mul(row, pitch)), builder.mul(column, ir.Constant(_I64, size)))
-    return emit_masked_load(builder, kind, place, mask), mask
+    across = builder.mul(column, ir.Constant(_I64, _held_bytes(kind, memory)))
+    place = builder.add(builder.add(image, builder.mul(row, pitch)), across)
+    return emit_masked_load(builder, kind, place, mask, memory), mask
 
 
 # ---- fprop and dgrad ----------------------------------------------------------------------------------------
@@ -311,31 +331,32 @@ def _emit_correlate(builder, sums, weights, rows, value):
 
 
 @intrinsic(prefer_literal=True)
-def correlate(typingctx, sums, weights, rows, x, pitch):
-    """correlate(sums, weights, rows, x, pitch) -> sums[j, v] + weights[r] * x[j + r, v], summed over r.
+def correlate(typingctx, held, sums, weights, rows, x, pitch):
+    """correlate(M, sums, weights, rows, x, pitch) -> sums[j, v] + weights[r] * x[j + r, v], summed over r.
 
-    `sums` holds `rows` rows of vectors side by side; x[i, v] is the vector at x + i * pitch + v * bytes(vector).
+    `sums` holds `rows` rows of vectors side by side; x[i, v] is the vector of M at x + i * pitch + v * bytes(vector).
     """
     if not (is_block(sums) and is_block(weights) and _literals(rows)):
         return None
     height, across = rows.literal_value, sums.count // rows.literal_value
 
     def codegen(context, builder, signature, args):
-        sums_, weights_, _, x_, pitch_ = args
-        kind = context.get_value_type(sums.dtype)
-        width = sums.dtype.count * sums.dtype.dtype.bitwidth // 8
-        places = emit_rows(builder, x_, pitch_, height + weights.count - 1)
+        _, sums_, weights_, _, x_, pitch_ = args
+        kind, memory = context.get_value_type(sums.dtype), memory_of(held)
+        width = kind.count * _held_bytes(kind, memory)
+        rows_ = emit_rows(builder, x_, pitch_, height + weights.count - 1)
 
         def value(i):
-            return [(emit_load(builder, kind, emit_offset(builder, places[i], v, width)), None) for v in range(across)]
+            places = [emit_offset(builder, rows_[i], v, width) for v in range(across)]
+            return [(emit_load(builder, kind, place, memory), None) for place in places]
 
         return pack(builder, _emit_correlate(builder, unpack(builder, sums_), unpack(builder, weights_), height, value))
 
-    return sums(sums, weights, rows, types.int64, types.int64), codegen
+    return sums(held, sums, weights, rows, types.int64, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
-def correlate_clipped(typingctx, sums, weights, rows, x, pitch, row, H, column, W, skip):
+def correlate_clipped(typingctx, held, sums, weights, rows, x, pitch, row, H, column, W, skip):
     """What `correlate` does, at the border: x[i, v, lane] is pixel (row + i, column + v * L + lane) of an H x W image.
 
     A tap on padding multiplies zero, or is left out where `skip` is 1.
@@ -345,18 +366,18 @@ def correlate_clipped(typingctx, sums, weights, rows, x, pitch, row, H, column, 
     height, across = rows.literal_value, sums.count // rows.literal_value
 
     def codegen(context, builder, signature, args):
-        sums_, weights_, _, x_, pitch_, row_, H_, column_, W_, skip_ = args
-        kind = context.get_value_type(sums.dtype)
+        _, sums_, weights_, _, x_, pitch_, row_, H_, column_, W_, skip_ = args
+        kind, memory = context.get_value_type(sums.dtype), memory_of(held)
         keep = emit_splat(builder, builder.icmp_signed("==", skip_, ir.Constant(_I64, 0)), kind.count)
         columns = [emit_offset(builder, column_, v, kind.count) for v in range(across)]
 
         def value(i):
-            vectors = [_emit_clipped_row(builder, kind, x_, pitch_, row_, H_, at, W_, i) for at in columns]
+            vectors = [_emit_clipped_row(builder, kind, memory, x_, pitch_, row_, H_, at, W_, i) for at in columns]
             return [(vector, builder.or_(mask, keep)) for vector, mask in vectors]
 
         return pack(builder, _emit_correlate(builder, unpack(builder, sums_), unpack(builder, weights_), height, value))
 
-    return sums(sums, weights, rows, *[types.int64] * 7), codegen
+    return sums(held, sums, weights, rows, *[types.int64] * 7), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -400,14 +421,14 @@ def store_block_clipped(typingctx, sums, rows, y, pitch, height, width):
 
 
 @functools.cache
-def fprop_kernel(T: type, RC: int, RB: int, VB: int) -> Kernel:
+def fprop_kernel(T: type, M: type, RC: int, RB: int, VB: int) -> Kernel:
     """y = bias + filter over x, by blocks of RB rows and VB vectors, RC filter rows at a time.
 
     Rows beyond the last whole group of RC go one at a time, as all rows do where the filter is dilated vertically
     (RC = 1). A tile is `tile_units` row blocks, counted over images, groups and rows. Each thread begins with
     another of the `parts` of the result, whose counters are the last arguments.
     """
-    L, SIZE = lanes(T), np.dtype(T).itemsize
+    L, SIZE = lanes(T), np.dtype(M).itemsize
     COLUMNS, SUMS = VB * L, RB * VB
 
     @inline
@@ -420,13 +441,13 @@ def fprop_kernel(T: type, RC: int, RB: int, VB: int) -> Kernel:
                 xs, wv = x + c * xc + r * x_row, w + c * wc + r * wr
                 if r + RC <= R:
                     for _ in range(S):
-                        sums = correlate(sums, broadcast_strided(T, RC, wv, wr), RB, xs, xh)
+                        sums = correlate(M, sums, broadcast_strided(T, RC, wv, wr), RB, xs, xh)
                         xs += x_col
                         wv += ws
                     r += RC
                 else:
                     for _ in range(S):
-                        sums = correlate(sums, broadcast_strided(T, 1, wv, wr), RB, xs, xh)
+                        sums = correlate(M, sums, broadcast_strided(T, 1, wv, wr), RB, xs, xh)
                         xs += x_col
                         wv += ws
                     r += 1
@@ -444,10 +465,10 @@ def fprop_kernel(T: type, RC: int, RB: int, VB: int) -> Kernel:
                     across, wv = column + s * dilation[1], w + c * wc + r * wr + s * ws
                     if r + RC <= R:
                         taps = broadcast_strided(T, RC, wv, wr)
-                        sums = correlate_clipped(sums, taps, RB, xs, xh, at, H, across, W, skip)
+                        sums = correlate_clipped(M, sums, taps, RB, xs, xh, at, H, across, W, skip)
                     else:
                         tap = broadcast_strided(T, 1, wv, wr)
-                        sums = correlate_clipped(sums, tap, RB, xs, xh, at, H, across, W, skip)
+                        sums = correlate_clipped(M, sums, tap, RB, xs, xh, at, H, across, W, skip)
                 r += RC if r + RC <= R else 1
         return sums
 
@@ -486,7 +507,7 @@ def fprop_kernel(T: type, RC: int, RB: int, VB: int) -> Kernel:
                         channel = g * K + k
                         first = zero(T)
                         if bias != 0:
-                            first = broadcast(load_scalar(T, bias + channel * SIZE))
+                            first = broadcast(load_scalar(M, bias + channel * SIZE))
                         wf = w + g * wg + k * wk
                         yp = y + (n * G * K + channel) * yc + p * yh
                         for start in range(0, Q, COLUMNS):
@@ -499,10 +520,11 @@ def fprop_kernel(T: type, RC: int, RB: int, VB: int) -> Kernel:
                             else:
                                 plane = (xg, xc, xh, H, W)
                                 sums = border(sums, plane, row, column, dilation, wf, w_steps, extent, skip)
+                            made = narrow(M, sums)
                             if RB <= P and COLUMNS <= Q:
-                                store_block(sums, RB, yp + q * SIZE, yh)
+                                store_block(made, RB, yp + q * SIZE, yh)
                             else:
-                                store_block_clipped(sums, RB, yp + q * SIZE, yh, P - p, Q - q)
+                                store_block_clipped(made, RB, yp + q * SIZE, yh, P - p, Q - q)
                 drawn = next_tile_of(block, 26 + part)
 
     return filter2d_fprop
@@ -533,31 +555,31 @@ def _emit_correlate_grad(builder, sums, taps, rows, dy, x):
 
 
 @intrinsic(prefer_literal=True)
-def correlate_grad(typingctx, sums, taps, rows, dy, dy_pitch, x, x_pitch):
-    """correlate_grad(sums, taps, rows, ...) -> sums[r, j % copies] + dy[j] * x[j + r], summed over `rows` rows j."""
+def correlate_grad(typingctx, held, sums, taps, rows, dy, dy_pitch, x, x_pitch):
+    """correlate_grad(M, sums, taps, rows, ...) -> sums[r, j % copies] + dy[j] * x[j + r], summed over `rows` rows j."""
     if not (is_block(sums) and _literals(taps, rows)):
         return None
     count, height = taps.literal_value, rows.literal_value
 
     def codegen(context, builder, signature, args):
-        sums_, _, _, dy_, dy_pitch_, x_, x_pitch_ = args
-        kind = context.get_value_type(sums.dtype)
+        _, sums_, _, _, dy_, dy_pitch_, x_, x_pitch_ = args
+        kind, memory = context.get_value_type(sums.dtype), memory_of(held)
         dy_rows = emit_rows(builder, dy_, dy_pitch_, height)
         x_rows = emit_rows(builder, x_, x_pitch_, height + count - 1)
 
         def dy_at(j):
-            return emit_load(builder, kind, dy_rows[j]), None
+            return emit_load(builder, kind, dy_rows[j], memory), None
 
         def x_at(i):
-            return emit_load(builder, kind, x_rows[i]), None
+            return emit_load(builder, kind, x_rows[i], memory), None
 
         return pack(builder, _emit_correlate_grad(builder, unpack(builder, sums_), count, height, dy_at, x_at))
 
-    return sums(sums, taps, rows, *[types.int64] * 4), codegen
+    return sums(held, sums, taps, rows, *[types.int64] * 4), codegen
 
 
 @intrinsic(prefer_literal=True)
-def correlate_grad_clipped(typingctx, sums, taps, rows, dy, dy_pitch, p, P, q, Q, x, x_pitch, row, H, column, W):
+def correlate_grad_clipped(typingctx, held, sums, taps, rows, dy, dy_pitch, p, P, q, Q, x, x_pitch, row, H, column, W):
     """What `correlate_grad` does, at the border: products of which either factor lies outside its image are left out.
 
     dy[j] is row p + j of the P x Q image at `dy` from column q on, x[i] row `row` + i of the H x W image at `x`.
@@ -567,18 +589,18 @@ def correlate_grad_clipped(typingctx, sums, taps, rows, dy, dy_pitch, p, P, q, Q
     count, height = taps.literal_value, rows.literal_value
 
     def codegen(context, builder, signature, args):
-        sums_, _, _, dy_, dy_pitch_, p_, P_, q_, Q_, x_, x_pitch_, row_, H_, column_, W_ = args
-        kind = context.get_value_type(sums.dtype)
+        _, sums_, _, _, dy_, dy_pitch_, p_, P_, q_, Q_, x_, x_pitch_, row_, H_, column_, W_ = args
+        kind, memory = context.get_value_type(sums.dtype), memory_of(held)
 
         def dy_at(j):
-            return _emit_clipped_row(builder, kind, dy_, dy_pitch_, p_, P_, q_, Q_, j)
+            return _emit_clipped_row(builder, kind, memory, dy_, dy_pitch_, p_, P_, q_, Q_, j)
 
         def x_at(i):
-            return _emit_clipped_row(builder, kind, x_, x_pitch_, row_, H_, column_, W_, i)
+            return _emit_clipped_row(builder, kind, memory, x_, x_pitch_, row_, H_, column_, W_, i)
 
         return pack(builder, _emit_correlate_grad(builder, unpack(builder, sums_), count, height, dy_at, x_at))
 
-    return sums(sums, taps, rows, *[types.int64] * 12), codegen
+    return sums(held, sums, taps, rows, *[types.int64] * 12), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -605,14 +627,14 @@ def add_taps(typingctx, sums, taps, address, stride):
 
 
 @functools.cache
-def wgrad_kernel(T: type, RC: int, RB: int) -> Kernel:
+def wgrad_kernel(T: type, M: type, RC: int, RB: int) -> Kernel:
     """Partial sums of dw, one f64 set per tile: a group's share of `tile_units` row blocks over images and rows.
 
     For each filter column s the sums of RC filter rows stay in registers along a strip of 1 KiB of columns, which the
     first-level cache keeps for the next s; at its end the lanes are added up in f64.
     """
-    L, SIZE = lanes(T), np.dtype(T).itemsize
-    STRIP = 1024 // SIZE
+    L, SIZE = lanes(T), np.dtype(M).itemsize
+    STRIP = 1024 // np.dtype(T).itemsize  # whatever memory holds: the order of the sums must not depend on it
     # 8 independent sums hide the latency; 16 registers hold RC rows of dy, RC * copies sums and a value of x.
     SUMS = RC * min(-(-8 // RC), (15 - RC) // RC)
     SINGLE_SUMS = 8
@@ -624,12 +646,12 @@ def wgrad_kernel(T: type, RC: int, RB: int) -> Kernel:
             if taps == RC:
                 sums = fill(SUMS, zero(T))
                 for q in range(0, columns, L):
-                    sums = correlate_grad(sums, RC, RB, dy + q * SIZE, dy_pitch, x + q * SIZE, x_pitch)
+                    sums = correlate_grad(M, sums, RC, RB, dy + q * SIZE, dy_pitch, x + q * SIZE, x_pitch)
                 add_taps(sums, RC, out, S * 8)
             else:
                 single = fill(SINGLE_SUMS, zero(T))
                 for q in range(0, columns, L):
-                    single = correlate_grad(single, 1, RB, dy + q * SIZE, dy_pitch, x + q * SIZE, x_pitch)
+                    single = correlate_grad(M, single, 1, RB, dy + q * SIZE, dy_pitch, x + q * SIZE, x_pitch)
                 add_taps(single, 1, out, S * 8)
             x += x_col
             out += 8
@@ -644,7 +666,7 @@ def wgrad_kernel(T: type, RC: int, RB: int) -> Kernel:
                 for at in range(q, end, L):
                     across = column + at - q
                     sums = correlate_grad_clipped(
-                        sums, RC, RB, dy, dy_pitch, p, P, at, end, x, x_pitch, row, H, across, W
+                        M, sums, RC, RB, dy, dy_pitch, p, P, at, end, x, x_pitch, row, H, across, W
                     )
                 add_taps(sums, RC, out, S * 8)
             else:
@@ -652,7 +674,7 @@ def wgrad_kernel(T: type, RC: int, RB: int) -> Kernel:
                 for at in range(q, end, L):
                     across = column + at - q
                     single = correlate_grad_clipped(
-                        single, 1, RB, dy, dy_pitch, p, P, at, end, x, x_pitch, row, H, across, W
+                        M, single, 1, RB, dy, dy_pitch, p, P, at, end, x, x_pitch, row, H, across, W
                     )
                 add_taps(single, 1, out, S * 8)
             column += x_col
@@ -718,9 +740,9 @@ def wgrad_kernel(T: type, RC: int, RB: int) -> Kernel:
 
 
 @functools.cache
-def wgrad_sum_kernel(T: type) -> Kernel:
+def wgrad_sum_kernel(T: type, M: type) -> Kernel:
     """dw[g, i] = sum over the tiles of partials[g, tile, i], in their order, rounded once."""
-    SIZE = np.dtype(T).itemsize
+    SIZE = np.dtype(M).itemsize
 
     @kernel
     def filter2d_wgrad_sum(block):
@@ -731,6 +753,6 @@ def wgrad_sum_kernel(T: type) -> Kernel:
                 total = 0.0
                 for tile in range(tiles):
                     total += load_scalar(np.float64, partials + ((g * tiles + tile) * count + i) * 8)
-                store_scalar(dw + (g * count + i) * SIZE, T(total))
+                store_scalar(dw + (g * count + i) * SIZE, narrow(M, T(total)))
 
     return filter2d_wgrad_sum

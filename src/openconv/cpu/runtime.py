@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 from ..files import write_atomic
@@ -50,7 +49,6 @@ __all__ = [
     "cpu_info",
     "kernel",
     "launch",
-    "noted",
     "num_threads",
     "numbering",
 ]
@@ -252,9 +250,6 @@ def launch(kernel: Kernel, args: Sequence[int], threads: int) -> None:
 
     The GIL is released meanwhile.  Each call packs its own block, so calls from several Python threads do not meet.
     """
-    if _notes and (notes := _notes.get(get_ident())) is not None:
-        notes.append((kernel, tuple(args)))
-        return
     block = array("q", (0, 0, *args))
     address = block.buffer_info()[0]
     if threads <= 1:
@@ -262,20 +257,6 @@ def launch(kernel: Kernel, args: Sequence[int], threads: int) -> None:
     else:
         team = _team or _find_team()
         team(kernel.address, address, threads, 0)
-
-
-_notes: dict[int, list[tuple[Kernel, tuple[int, ...]]]] = {}  # of each thread that is within `noted`
-
-
-def noted(run: Callable[[], object]) -> list[tuple[Kernel, tuple[int, ...]]]:
-    """The launches of a call, none of which is made: for kernels that make them themselves (`casts`)."""
-    notes: list[tuple[Kernel, tuple[int, ...]]] = []
-    _notes[get_ident()] = notes
-    try:
-        run()
-    finally:
-        del _notes[get_ident()]
-    return notes
 
 
 def numbering(threads: int) -> int:

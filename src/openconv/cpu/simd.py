@@ -30,18 +30,23 @@ lets one kernel source serve both types:
 
         return double
 
+What memory holds may be shorter than what is computed with.  np.float16 and BF16 are tokens of memory alone: loads
+widen such elements to f32, as many as a vector of f32 has lanes, and `narrow` rounds a vector to what a store then
+writes.  A kernel of both has a token T for its values and another, M, for the tensors.
+
 Arithmetic means what it says: `mul` and `add` never fuse, `fma` always rounds once, nothing is reassociated, and
 NaN and infinity travel as IEEE 754 prescribes.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit
 from numba.core import cgutils, types
 from numba.core.registry import cpu_target
@@ -51,6 +56,7 @@ from .compiler import HELPER, Pipeline
 from .runtime import ARGUMENTS_OFFSET, THREADS_OFFSET, TICKET_OFFSET
 
 __all__ = [
+    "BF16",
     "LANE_BYTES",
     "Vector",
     "add",
@@ -66,16 +72,19 @@ __all__ = [
     "emit_load",
     "emit_masked_load",
     "emit_masked_store",
+    "emit_narrow",
     "emit_offset",
     "emit_row",
     "emit_rows",
     "emit_splat",
     "emit_store",
+    "emit_widen",
     "enter_share",
     "fill",
     "fill_like",
     "fma",
     "fma_rows",
+    "has_f16",
     "horizontal_sum",
     "inline",
     "is_block",
@@ -85,12 +94,13 @@ __all__ = [
     "load_block_clipped",
     "load_clipped",
     "load_even",
-    "load_like",
     "load_rows",
     "load_scalar",
     "maximum",
+    "memory_of",
     "minimum",
     "mul",
+    "narrow",
     "next_of_share",
     "next_of_static",
     "next_tile",
@@ -131,16 +141,35 @@ def _host_lane_bytes() -> int:
 
 LANE_BYTES: int = _host_lane_bytes()
 
+BF16 = np.uint16
+"""The token of bf16 in memory, for which NumPy has no class: its bits."""
+
 
 def lanes(dtype: Any) -> int:
     """Elements per vector: 16 or 8 for f32, 8 or 4 for f64.  Host-side; pass it to kernels as a constant."""
     return LANE_BYTES // np.dtype(dtype).itemsize
 
 
-class Vector(types.Type):
-    """The Numba type of a SIMD value: `count` elements of `dtype` (float32 or float64)."""
+@functools.cache
+def has_f16() -> bool:
+    """Whether the machine converts f16, by instructions that come with AVX2; else LLVM calls a function for each one.
+    What Numba compiles for does not always list its features, so LLVM is asked for the code."""
+    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=2)
+    text = "define <8 x half> @f(<8 x float> %x) {\n %y = fptrunc <8 x float> %x to <8 x half>\n ret <8 x half> %y\n}"
+    code = machine.emit_assembly(binding.parse_assembly(text))
+    return "vcvtps2ph" in code or "fcvtn" in code
 
-    def __init__(self, dtype: types.Float, count: int) -> None:
+
+_I16 = ir.IntType(16)
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+
+
+class Vector(types.Type):
+    """The Numba type of a SIMD value: `count` elements of `dtype` (float32 or float64; uint16 behind `narrow`)."""
+
+    def __init__(self, dtype: types.Type, count: int) -> None:
         self.dtype = dtype
         self.count = count
         super().__init__(name=f"vector({dtype}, {count})")
@@ -149,22 +178,27 @@ class Vector(types.Type):
 @register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: Vector) -> None:
-        element = ir.FloatType() if fe_type.dtype.bitwidth == 32 else ir.DoubleType()
-        super().__init__(dmm, fe_type, ir.VectorType(element, fe_type.count))
+        elements = {16: _I16, 32: ir.FloatType(), 64: ir.DoubleType()}
+        super().__init__(dmm, fe_type, ir.VectorType(elements[fe_type.dtype.bitwidth], fe_type.count))
 
 
 # ---- code generators, for the intrinsics here and for those that kernels define -----------------------------
 
-_I32 = ir.IntType(32)
-_I64 = ir.IntType(64)
+_SHORT = {types.float16: ir.HalfType(), types.uint16: _I16}  # elements of memory alone, computed with as f32
 
 
 def vector_of(token: types.Type) -> Vector | None:
-    """The vector type that a dtype token (np.float32, np.float64) stands for."""
+    """The vector type that is computed with for a dtype token: np.float32, np.float64, np.float16 or BF16."""
     dtype = getattr(token, "instance_type", None)
+    dtype = types.float32 if dtype in _SHORT else dtype
     if isinstance(token, types.NumberClass) and dtype in (types.float32, types.float64):
         return Vector(dtype, LANE_BYTES * 8 // dtype.bitwidth)
     return None
+
+
+def memory_of(token: types.Type) -> ir.Type | None:
+    """What an element of the token is in memory, where that is shorter than what is computed with: f16 or i16."""
+    return _SHORT.get(getattr(token, "instance_type", None))
 
 
 def block_of(token: types.Type, count: types.Type) -> types.UniTuple | None:
@@ -179,12 +213,16 @@ def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type) -> ir.V
 
 
 def _element_bytes(kind: ir.Type) -> int:
-    return 8 if isinstance(getattr(kind, "element", kind), ir.DoubleType) else 4
+    element = getattr(kind, "element", kind)
+    if element in (ir.HalfType(), _I16):
+        return 2
+    return 8 if isinstance(element, ir.DoubleType) else 4
 
 
 def _suffix(kind: ir.Type) -> str:
-    """How LLVM names an overload: f32, f64, v16f32, ..."""
-    element = f"f{8 * _element_bytes(kind)}"
+    """How LLVM names an overload: f32, f64, v16f32, v16i16, ..."""
+    letter = "i" if isinstance(getattr(kind, "element", kind), ir.IntType) else "f"
+    element = f"{letter}{8 * _element_bytes(kind)}"
     return f"v{kind.count}{element}" if isinstance(kind, ir.VectorType) else element
 
 
@@ -219,9 +257,43 @@ def emit_rows(builder: ir.IRBuilder, address: ir.Value, pitch: ir.Value, count: 
     return rows
 
 
-def emit_load(builder: ir.IRBuilder, kind: ir.Type, address: ir.Value) -> ir.Value:
-    """A value of `kind` from any address that suits its element."""
-    return builder.load(_pointer(builder, address, kind), align=_element_bytes(kind), typ=kind)
+def _like(kind: ir.Type, element: ir.Type) -> ir.Type:
+    """A vector of as many elements, or a scalar where that is one."""
+    return ir.VectorType(element, kind.count) if isinstance(kind, ir.VectorType) else element
+
+
+def _each(kind: ir.Type, number: int) -> ir.Value:
+    """The whole number in all lanes."""
+    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
+
+
+def emit_widen(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """f16, or the bits of bf16, as f32: a scalar or a vector."""
+    kind = _like(value.type, ir.FloatType())
+    if getattr(value.type, "element", value.type) == ir.HalfType():
+        return builder.fpext(value, kind)
+    words = _like(value.type, _I32)
+    return builder.bitcast(builder.shl(builder.zext(value, words), _each(words, 16)), kind)
+
+
+def emit_narrow(builder: ir.IRBuilder, value: ir.Value, memory: ir.Type) -> ir.Value:
+    """f32 rounded to nearest, ties to even, as torch rounds it: to f16, or to bits of bf16, where a NaN is 0x7fc0."""
+    if memory == ir.HalfType():
+        return builder.fptrunc(value, _like(value.type, memory))
+    words = _like(value.type, _I32)
+    bits = builder.bitcast(value, words)
+    # Half of the last place, less one where that place is even already.
+    last = builder.and_(builder.lshr(bits, _each(words, 16)), _each(words, 1))
+    rounded = builder.add(builder.add(bits, _each(words, 0x7FFF)), last)
+    kept = builder.select(builder.fcmp_unordered("uno", value, value), _each(words, 0x7FC0_0000), rounded)
+    return builder.trunc(builder.lshr(kept, _each(words, 16)), _like(value.type, memory))
+
+
+def emit_load(builder: ir.IRBuilder, kind: ir.Type, address: ir.Value, memory: ir.Type | None = None) -> ir.Value:
+    """A value of `kind` from any address that suits its element; widened, where memory holds shorter ones."""
+    held = kind if memory is None else _like(kind, memory)
+    value = builder.load(_pointer(builder, address, held), align=_element_bytes(held), typ=held)
+    return value if memory is None else emit_widen(builder, value)
 
 
 def emit_store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
@@ -261,12 +333,38 @@ def emit_clip_mask(builder: ir.IRBuilder, index: ir.Value, limit: ir.Value, coun
     return builder.icmp_unsigned("<", builder.add(index32, iota), limit32)
 
 
-def emit_masked_load(builder: ir.IRBuilder, kind: ir.VectorType, address: ir.Value, mask: ir.Value) -> ir.Value:
-    """Lanes that are on from memory, zero in the others, whose memory is not touched."""
+def emit_masked_load(
+    builder: ir.IRBuilder, kind: ir.VectorType, address: ir.Value, mask: ir.Value, memory: ir.Type | None = None
+) -> ir.Value:  # fmt: skip
+    """Lanes that are on from memory, zero in the others, whose memory is not touched; widened as by `emit_load`."""
+    if memory is not None:
+        return _emit_masked_short(builder, address, mask, memory)
     signature = ir.FunctionType(kind, [kind.as_pointer(), _I32, mask.type, kind])
     function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.masked.load.{_suffix(kind)}.p0")
     align, zeros = ir.Constant(_I32, _element_bytes(kind)), ir.Constant(kind, None)
     return builder.call(function, [_pointer(builder, address, kind), align, mask, zeros])
+
+
+def _emit_masked_short(builder: ir.IRBuilder, address: ir.Value, mask: ir.Value, memory: ir.Type) -> ir.Value:
+    """The same for elements of 16 bits, of which AVX2 has no masked loads: LLVM makes a jump for each lane, so that it
+    is worth a jump to find all of them on."""
+    count = mask.type.count
+    kind, bits = ir.VectorType(_I16, count), ir.IntType(count)
+    whole, part, end = (builder.append_basic_block(name) for name in ("whole", "part", "loaded"))
+    all_on = builder.icmp_unsigned("==", builder.bitcast(mask, bits), ir.Constant(bits, -1))
+    builder.cbranch(all_on, whole, part)
+    builder.position_at_end(whole)
+    plain = builder.load(_pointer(builder, address, kind), align=2, typ=kind)
+    builder.branch(end)
+    builder.position_at_end(part)
+    clipped = emit_masked_load(builder, kind, address, mask)
+    part = builder.block
+    builder.branch(end)
+    builder.position_at_end(end)
+    value = builder.phi(kind)
+    value.add_incoming(plain, whole)
+    value.add_incoming(clipped, part)
+    return emit_widen(builder, builder.bitcast(value, ir.VectorType(memory, count)))
 
 
 def emit_masked_store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, mask: ir.Value) -> None:
@@ -293,9 +391,33 @@ def load(typingctx, dtype, address):
         return None
 
     def codegen(context, builder, signature, args):
-        return emit_load(builder, context.get_value_type(vector), args[1])
+        return emit_load(builder, context.get_value_type(vector), args[1], memory_of(dtype))
 
     return vector(dtype, types.int64), codegen
+
+
+@intrinsic
+def narrow(typingctx, memory, value):
+    """narrow(M, x) -> x as memory of M holds it, for a store: rounded to nearest, ties to even; x itself where M is its
+    own type.  A scalar, a vector or a block of them."""
+    one = value.dtype if is_block(value) else value
+    if not isinstance(memory, types.NumberClass) or not isinstance(one, Vector | types.Float):
+        return None
+    element = memory_of(memory)
+    if element is None:
+        return value(memory, value), lambda context, builder, signature, args: args[1]
+    made = Vector(types.uint16, one.count) if isinstance(one, Vector) else types.uint16
+    if is_block(value):
+        made = types.UniTuple(made, value.count)
+
+    def codegen(context, builder, signature, args):
+        def bits(x):
+            short = emit_narrow(builder, x, element)
+            return builder.bitcast(short, _like(short.type, _I16))
+
+        return pack(builder, [bits(x) for x in unpack(builder, args[1])]) if is_block(value) else bits(args[1])
+
+    return made(memory, value), codegen
 
 
 @intrinsic
@@ -324,9 +446,9 @@ def load_clipped(typingctx, dtype, row, index, limit):
 
     def codegen(context, builder, signature, args):
         _, row_, index_, limit_ = args
-        kind = context.get_value_type(vector)
-        address = builder.add(row_, builder.mul(index_, ir.Constant(_I64, _element_bytes(kind))))
-        return emit_masked_load(builder, kind, address, emit_clip_mask(builder, index_, limit_, vector.count))
+        kind, memory = context.get_value_type(vector), memory_of(dtype)
+        address = builder.add(row_, builder.mul(index_, ir.Constant(_I64, _element_bytes(memory or kind))))
+        return emit_masked_load(builder, kind, address, emit_clip_mask(builder, index_, limit_, vector.count), memory)
 
     return vector(dtype, types.int64, types.int64, types.int64), codegen
 
@@ -544,8 +666,8 @@ def load_block(typingctx, dtype, count, address, pitch):
         return None
 
     def codegen(context, builder, signature, args):
-        kind = context.get_value_type(block.dtype)
-        return pack(builder, [emit_load(builder, kind, p) for p in emit_rows(builder, args[2], args[3], block.count)])
+        kind, places = context.get_value_type(block.dtype), emit_rows(builder, args[2], args[3], block.count)
+        return pack(builder, [emit_load(builder, kind, place, memory_of(dtype)) for place in places])
 
     return block(dtype, count, types.int64, types.int64), codegen
 
@@ -569,22 +691,9 @@ def load_block_clipped(typingctx, dtype, count, address, pitch, rows, limit):
         kind = context.get_value_type(block.dtype)
         mask = emit_clip_mask(builder, ir.Constant(_I64, 0), limit_, block.dtype.count)
         places = [emit_row(builder, address_, pitch_, rows_, i) for i in range(block.count)]
-        return pack(builder, [emit_masked_load(builder, kind, place, mask) for place in places])
+        return pack(builder, [emit_masked_load(builder, kind, place, mask, memory_of(dtype)) for place in places])
 
     return block(dtype, count, *[types.int64] * 4), codegen
-
-
-@intrinsic
-def load_like(typingctx, block, address):
-    """load_like(block, address) -> a block of the same size, from vectors behind each other."""
-    if not is_block(block):
-        return None
-
-    def codegen(context, builder, signature, args):
-        kind, places = context.get_value_type(block.dtype), range(block.count)
-        return pack(builder, [emit_load(builder, kind, emit_offset(builder, args[1], i, LANE_BYTES)) for i in places])
-
-    return block(block, types.int64), codegen
 
 
 @intrinsic
@@ -811,12 +920,16 @@ def transpose(typingctx, block):
 
 @intrinsic
 def load_scalar(typingctx, dtype, address):
-    """load_scalar(T, address) -> scalar; T is np.float32, np.float64, np.int32 or np.int64."""
+    """load_scalar(T, address) -> scalar; T is np.float32, np.float64, np.int32 or np.int64. Of np.float16 and
+    BF16 it is an f32."""
     if not isinstance(dtype, types.NumberClass):
         return None
-    scalar = dtype.instance_type
+    memory = memory_of(dtype)
+    scalar = dtype.instance_type if memory is None else types.float32
 
     def codegen(context, builder, signature, args):
+        if memory is not None:
+            return emit_load(builder, ir.FloatType(), args[1], memory)
         kind = context.get_value_type(scalar)
         return builder.load(_pointer(builder, args[1], kind), align=scalar.bitwidth // 8, typ=kind)
 

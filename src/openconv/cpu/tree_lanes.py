@@ -27,6 +27,8 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
+from .simd import emit_narrow, emit_widen
+
 __all__ = ["MEMORY", "Lanes", "emit_load", "emit_store", "loaded", "stored"]
 
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -367,10 +369,7 @@ def loaded(v: Lanes, value: ir.Value, dtype: str) -> ir.Value:
     """What memory holds as the values that are computed with."""
     builder = v.builder
     if dtype == "bf16":
-        words = ir.VectorType(_I32, v.count)
-        value = builder.bitcast(
-            builder.shl(builder.zext(value, words), ir.Constant(words, [16] * v.count)), ir.VectorType(_FLOAT, v.count)
-        )
+        value = emit_widen(builder, value)
     if dtype in ("f16", "bf16", "f32", "f64"):
         return value if value.type == v.kind else builder.fpext(value, v.kind)
     if dtype == "bool":
@@ -394,21 +393,8 @@ def stored(v: Lanes, value: ir.Value, dtype: str) -> ir.Value:
         return value if v.wide else builder.fpext(value, ir.VectorType(_DOUBLE, count))
     if v.wide:
         value = builder.fptrunc(value, ir.VectorType(_FLOAT, count))
-    if dtype == "f16":
-        return builder.fptrunc(value, ir.VectorType(_HALF, count))
-    if dtype == "bf16":
-        words = ir.VectorType(_I32, count)
-
-        def all_of(number: int) -> ir.Value:
-            return ir.Constant(words, [number] * count)
-
-        bits = builder.bitcast(value, words)
-        last = builder.and_(builder.lshr(bits, all_of(16)), all_of(1))
-        # Half of the last place, less one where that place is even already: ties go to even. A NaN stays one.
-        rounded = builder.add(builder.add(bits, all_of(0x7FFF)), last)
-        nan = builder.fcmp_unordered("uno", value, value)
-        made = builder.select(nan, all_of(0x7FC0_0000), rounded)
-        return builder.trunc(builder.lshr(made, all_of(16)), ir.VectorType(_I16, count))
+    if dtype in ("f16", "bf16"):
+        return emit_narrow(builder, value, MEMORY[dtype][0])
     return value
 
 
