@@ -32,7 +32,7 @@ from .device import Device
 from .engine import UnsupportedProblem
 from .epilogue import IDENTITY
 from .functional import Arguments, check_arguments
-from .plan import device_of, lower, make_plan, plan_for, steps_of
+from .plan import as_held, device_of, lower, make_plan, plan_for, steps_of
 from .problem import DIRECTIONS, Gemm, Problem
 from .reference import allowed_error, error_of, random_inputs
 from .select import Candidate, Policy, current_policy, rank
@@ -348,11 +348,15 @@ def _times(tensor: Tensor) -> str:
 # -- the answer -------------------------------------------------------------------------------------------------------
 
 
+_UNTIMED = (None, None, "")
+
+
 def _explain(call: _Call, device: Device, place: torch.device, policy: Policy, budget: float) -> Explanation:
     problem = call.problem
-    core = lower(problem, device, policy)
+    lowered = lower(problem, device, policy)
     facts = _facts(problem, device)
-    accepted, refused = ([], []) if problem.is_empty else rank(core, device, policy)
+    accepted, refused = ([], []) if problem.is_empty else rank(lowered, device, policy)
+    core = as_held(problem, lowered, device, accepted[0].engine) if accepted else lowered
     refusals = tuple(RefusalReport(r.engine.name, r.reasons) for r in refused)
     steps: tuple[str, ...] = ()
     if problem.is_empty:
@@ -365,7 +369,7 @@ def _explain(call: _Call, device: Device, place: torch.device, policy: Policy, b
         steps = (*call.before, *_copies(call, core, planned), *planned, *call.after)
     timed = _measure(problem, device, place, policy, accepted, budget) if budget else {}
     candidates = tuple(
-        _report(c, problem, facts, c.engine.reasons(core, device, c.knobs), *timed.get(c.engine.name, (None, None, "")))
+        _report(c, problem, facts, c.engine.reasons(lowered, device, c.knobs), *timed.get(c.engine.name, _UNTIMED))
         for c in accepted
     )
     basis = "engine" if policy.engine else accepted[0].source if accepted else "heuristic"
@@ -394,8 +398,7 @@ def _copies(call: _Call, core: Problem, steps: Sequence[str]) -> Iterator[str]:
     for name, tensor in (call.inputs or {}).items():
         layout, dtype = core.layouts["xwy".index(name)], DTYPES[core.dtypes["xwy".index(name)]]
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        cast = any(step.startswith(f"cast {name} ") for step in steps)
-        if tensor.is_complex() or in_layout(like.to(dtype) if cast else like, layout):
+        if tensor.is_complex() or in_layout(like.to(dtype), layout):
             continue
         if not any(step.startswith(f"copy {name} ") for step in steps):
             size = bytes_text(tensor.numel() * tensor.element_size())

@@ -41,6 +41,7 @@ from .units import bytes_text
 
 __all__ = [
     "Plan",
+    "as_held",
     "compute_dtype",
     "device_of",
     "forget_plans",
@@ -172,7 +173,7 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
         return Plan(problem, core, device, policy, None, ("no products: fill with zeros",), call)
     candidate = candidate or choose(core, device, policy)
     engine = candidate.engine
-    core = _as_held(problem, core, device, engine)
+    core = as_held(problem, core, device, engine)
     inner = problem if core.is_fused else _apart(problem, device)
     finish = _taken(inner, core, engine)
     asked = core.with_(epilogue=finish.epilogue) if engine.takes_finish else core
@@ -213,11 +214,11 @@ def _taken(problem: Problem, core: Problem, engine: Engine) -> Finish:
 
 def steps_of(problem: Problem, device: Device, candidate: Candidate, policy: Policy | None = None) -> tuple[str, ...]:
     """What a call of the candidate does, in order, one phrase each; nothing is built."""
-    core = _as_held(problem, _core(problem, device, candidate, policy), device, candidate.engine)
+    core = as_held(problem, _core(problem, device, candidate, policy), device, candidate.engine)
     return _all_steps(problem, core, device, candidate)
 
 
-def _as_held(problem: Problem, core: Problem, device: Device, engine: Engine) -> Problem:
+def as_held(problem: Problem, core: Problem, device: Device, engine: Engine) -> Problem:
     """What an engine of the CPU computes, with the dtypes of the tensors where it reads and writes those itself. Torch
     needs the sums in f32 if it evaluates more of an epilogue."""
     if device.kind != "cpu" or not engine.takes_low:

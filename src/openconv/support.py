@@ -48,6 +48,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "strided depthwise": {"groups": 16, "k": 16, "stride": 2},
     "one channel": {"c": 1, "k": 1},
     "few channels": {"c": 3, "k": 4},
+    "first layer": {"c": 3, "stride": 2},
     "blur": {"groups": 16, "k": 16, "filter": 17, "padding": 8},
     "thin": {"first": (1, 1, 0), "k": 16},
     "large": {"n": 1, "first": (1 << 20, 3, 1)},

@@ -35,6 +35,8 @@ class FoldColumns(Rewrite):
         if stride == 1 or problem.c * stride > _MOST:
             yield f"C is {problem.c} and the stride {stride}; wanted a stride and at most {_MOST} channels with it"
             return
+        if set(problem.dtypes) not in ({"f32"}, {"f64"}):
+            yield f"dtypes are {', '.join(problem.dtypes)}; wanted f32 or f64 for all three"
         if problem.layouts[0] != "nhwc" or problem.layouts[2] != "nhwc":
             yield f"layout is {problem.layouts[0]}; columns lie side by side in nhwc"
         if problem.groups > 1 or dilation > 1:
