@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
 from collections import OrderedDict
@@ -103,6 +104,25 @@ def test_blocks_as_torchvision_writes_them():
         report = fused(basic, image(2, 4, 8, 8), sums=1, activations=2)
         assert report.unfused == ()
         assert openconv.nn.Fused("conv2", "bn2", "relu", "relu", "iadd of the model") in report.fused
+
+
+def test_callbacks_of_the_garbage_collector_are_no_part_of_a_forward():
+    """One that sets a global, as Hypothesis has, was taken for code of the model."""
+    seen, before = [], gc.get_threshold()
+
+    def callback(phase, info):
+        global _collected
+        _collected = phase
+        seen.append(phase)
+
+    gc.callbacks.append(callback)
+    gc.set_threshold(20)
+    try:
+        fused(Bottleneck(6, 3, 1), image(2, 6, 8, 8), sums=1, activations=3)
+    finally:
+        gc.callbacks.remove(callback)
+        gc.set_threshold(*before)
+    assert seen
 
 
 def test_a_resnet_and_its_report():

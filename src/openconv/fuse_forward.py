@@ -24,6 +24,7 @@ import copy
 import copyreg
 import dis
 import functools
+import gc
 import inspect
 import linecache
 import operator
@@ -275,12 +276,15 @@ def _trace(module: Module) -> tuple[Graph, int]:
         given = "".join(f", {name}" for name in names)
         alone = eval(f"lambda self{given}: own(self{given})", {"own": forward})
         twin.__class__ = type(base.__name__, (base,), {"forward": alone})
-        held = _held(twin)
+        held, collecting = _held(twin), gc.isenabled()
+        gc.disable()  # callbacks of the garbage collector are no part of the forward
         sys.setprofile(watch)
         try:
             graph = tracer.trace(twin)
         finally:
             sys.setprofile(before)
+            if collecting:
+                gc.enable()
     except Refused:
         raise
     except Exception as error:
