@@ -25,7 +25,7 @@ from .addresses import Addressed, Direct
 from .fusion import Kernel
 from .ir import GraphTensor, dense_strides
 
-__all__ = ["Compiled", "Maker", "Step", "Values", "placed", "put"]
+__all__ = ["Compiled", "Maker", "Step", "Values", "in_whole_places", "placed", "put"]
 
 _ALIGNED = 256
 _allocate = getattr(guards, "_empty_strided_cuda", None)
@@ -182,15 +182,20 @@ def put(values: Values, slot: int, value: Tensor, make: Maker, others: Sequence[
     there.copy_(value)
 
 
+def in_whole_places(size: int) -> int:
+    """The bytes that a piece of so many takes of a workspace."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
 def placed(lives: dict[int, tuple[int, int, int]]) -> tuple[dict[int, tuple[int, int]], int]:
     """An offset for each piece of memory that lives from one step to another, the largest first, each as low as it
     fits; and the bytes of all."""
     found: dict[int, tuple[int, int]] = {}
     total = 0
     for slot, (start, end, size) in sorted(lives.items(), key=lambda item: -item[1][2]):
-        room = -(-size // _ALIGNED) * _ALIGNED
+        room = in_whole_places(size)
         others = sorted(
-            (found[other][0], -(-found[other][1] // _ALIGNED) * _ALIGNED) for other in found
+            (found[other][0], in_whole_places(found[other][1])) for other in found
             if lives[other][0] <= end and start <= lives[other][1]
         )  # fmt: skip
         offset = 0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..plan import device_of, lower
 from ..select import Policy, current_policy, search
-from .compiled import Compiled, Step
+from .compiled import Compiled, Step, in_whole_places
 from .compiler import Compiler
 from .fusion import fuse
 from .ir import Flow, Meta
@@ -180,7 +180,7 @@ class Program:
                 choices = tuple({**{a: (a, *c) for a, c in self.choices.items()},
                                  at: (at, candidate.engine.name, str(candidate.knobs))}.values())  # fmt: skip
                 seconds = first.seconds - kernel.seconds + candidate.expected
-                extra = candidate.workspace - step.workspace_bytes
+                extra = in_whole_places(candidate.workspace) - in_whole_places(step.workspace_bytes)
                 found.append(GraphPlan(len(found), engines, knobs, seconds, max(0, first.workspace_bytes + extra),
                                        f"kernel {place}: {name}", None, choices, self.fused))  # fmt: skip
         if self.fused and any(len(kernel.nodes) > 1 for kernel in self.kernels):
