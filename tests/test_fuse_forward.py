@@ -106,6 +106,9 @@ def test_blocks_as_torchvision_writes_them():
         assert openconv.nn.Fused("conv2", "bn2", "relu", "relu", "iadd of the model") in report.fused
 
 
+_collected = ""
+
+
 def test_callbacks_of_the_garbage_collector_are_no_part_of_a_forward():
     """One that sets a global, as Hypothesis has, was taken for code of the model."""
     seen, before = [], gc.get_threshold()
