@@ -354,6 +354,8 @@ def tolerance(problem: Problem) -> float:
     terms = problem.gemm.k * unit
     assert terms < 0.5, f"a reduction of {problem.gemm.k} terms says nothing in this precision"
     products = {"ieee": 0.0, "tf32": 2.0**-10, "tf32x3": 2.0**-20}[problem.precision] if unit == 2.0**-24 else 0.0
+    if problem.dtypes[0] in ("e4m3", "e5m2"):  # tensor cores of sm_90 keep 13 bits of the sums of a step
+        products = 2.0**-12
     pairs = 2.0 if problem.dtypes[0].startswith("complex") else 1.0  # re*re - im*im, and the norm of re and im
     return pairs * (terms / (1 - terms) + products + unit) + (problem.gemm.k * 2.0**-53 if unit else 0.0)
 

@@ -27,6 +27,7 @@ from tests.support import (
     core_of,
     make,
     problems,
+    run_engine,
     this_device,
     with_knobs,
 )
@@ -76,6 +77,24 @@ def test_tiles_are_right(direction, at):
         check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, some[at % len(some)]))
 
 
+@pytest.mark.parametrize("fused", ["", "+bias+residual+relu"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_clusters_are_right(direction, fused):
+    """Blocks that share the steps of a tile, of every size that there is."""
+    if direction == "wgrad" and fused:
+        pytest.skip("a filter gradient has no epilogue")
+    for text in (LAYERS[1], LAYERS[2], LAYERS[4], LAYERS[6], LAYERS[7], LAYERS[9]):
+        problem = make(text, direction, "f16", "nhwc").with_(epilogue=fused)
+        some = [tile for tile in tiles(core_of(problem), this_device()) if tile.cluster > 1]
+        for blocks in (2, 4, 8):
+            of_so_many = [tile for tile in some if tile.cluster == blocks]
+            for tile in of_so_many[:: max(1, len(of_so_many) // 3)]:
+                candidate = with_knobs(ENGINE, problem, tile)
+                check_engine(ENGINE, problem, candidate=candidate)
+                one, other = (run_engine(ENGINE, problem, candidate=candidate).out for _ in range(2))
+                assert torch.equal(one, other), f"other bits: [{tile}] of '{problem}'"
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_types_are_right(direction, dtype):
@@ -109,7 +128,7 @@ def test_all_tiles_without_splits_have_the_same_bits(direction):
     problem, device = Problem.parse(f"{direction} n8 c128 h28 w28 k128 r3 s3 pad1 f16 nhwc"), this_device()
     inputs, first = random_inputs(problem, device="cuda"), None
     for tile in list(tiles(problem, device))[::5]:
-        if tile.splits == 1:
+        if tile.splits * tile.cluster == 1:
             found = make_plan(problem, device, Policy(), with_knobs(ENGINE, problem, tile))(inputs.a, inputs.b, ())
             first = found if first is None else first
             assert torch.equal(found, first), tile

@@ -52,7 +52,6 @@ class IgemmSm90(Engine):
     device = "cuda"
     takes_epilogue = True
     takes_fusion = True
-    proven = False
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         if not isinstance(device, CudaDevice) or device.capability != 90:
@@ -99,9 +98,9 @@ class IgemmSm90(Engine):
     def traits(self, problem: Problem, knobs: Any) -> Traits:
         # Additions within a product cut bits off rather than round: two units in the last place for 32 bytes of depth.
         work = _work(problem, knobs)
-        error = (problem.gemm.k * work.size / 16 + 2 * knobs.splits + 32) * 2.0**-23
+        error = (problem.gemm.k * work.size / 16 + 2 * knobs.splits * knobs.cluster + 32) * 2.0**-23
         # One order of sums for all tiles, but for splits of them and for the planes of a strided halo.
-        ordered = knobs.splits == 1 and not (isinstance(knobs, Halo) and work.strided)
+        ordered = knobs.splits * knobs.cluster == 1 and not (isinstance(knobs, Halo) and work.strided)
         invariant = problem.direction == "wgrad" or ordered
         if work.first == "i8":
             return Traits("i32", 2.0**-24)
@@ -140,7 +139,9 @@ class IgemmSm90(Engine):
         work, memory = _work(problem, knobs), _Memory(problem, knobs)
         main, *others = self.sources(problem, device, knobs)
         grid, block = (work.blocks(device),), (knobs.threads,)
-        first = Launch(main, work.entry, device, grid, block, work.params, work.shared, work.follows, work.maps)
+        first = Launch(
+            main, work.entry, device, grid, block, work.params, work.shared, work.follows, work.maps, knobs.cluster
+        )
         if not memory.bytes and not problem.epilogue.also:
             return single(first, 16)
         turns = [turn.launch(device) if turn else None for turn in (*_turns(problem, knobs), *turned_operands(problem))]
@@ -257,5 +258,5 @@ def _knobs(problem: Problem, device: Device) -> tuple[Any, ...]:
     some = {tile for found in kinds.values() for tile in found[:_ALTERNATIVES]}
     best = [tile for tile in ordered if tile in some]
     # Bits that do not depend on the batch, and no sums in the workspace, are to be had without splits alone.
-    whole = [tile for tile in ordered if tile.splits == 1 and not isinstance(tile, Halo)][:1]
+    whole = [tile for tile in ordered if tile.splits * tile.cluster == 1 and not isinstance(tile, Halo)][:1]
     return (*best, *(tile for tile in whole if tile not in best))

@@ -40,7 +40,8 @@ class Halo(GroupKnobs):
     stages: int
     residents: int = 1
     splits: int = 1
-    """No tiles share a sum."""
+    cluster: int = 1
+    """No tiles share a sum, nor do blocks."""
 
     @property
     def teams(self) -> int:
@@ -257,7 +258,8 @@ class Work(ConvolutionWork):
     def params(self) -> bytes:
         problem, (height, width) = self.problem, self.results
         right = (1, *problem.filter)[-1]
-        narrow = [self.tiles, self.channel_tiles, problem.groups, self.chunks, self.depth_channels, self.out_channels]
+        narrow = [self.tiles, *divisor(self.channel_tiles), *divisor(problem.groups)]
+        narrow += [self.chunks, self.depth_channels, self.out_channels]
         narrow += [width, height, *divisor(self.bands)]
         narrow += [plane.right.remainder * self.depth_channels * problem.groups for plane in self.planes]
         narrow += [plane.down.remainder for plane in self.planes]

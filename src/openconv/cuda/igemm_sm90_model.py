@@ -8,7 +8,7 @@ from math import ceil, prod
 from ..problem import DTYPE_BYTES, Problem
 from .device import CudaDevice
 
-__all__ = ["FILLED", "Estimate", "moved_bytes", "product_cycles"]
+__all__ = ["FILLED", "Estimate", "cluster_cycles", "moved_bytes", "product_cycles"]
 
 FILLED = 55.0  # bytes a cycle that boxes bring to a multiprocessor, most of them from the second-level cache
 _START = 4000.0  # cycles until the first boxes have come
@@ -25,6 +25,12 @@ def product_cycles(rows: int, columns: int, promoted: bool = False) -> float:
     cycles = 4 * rows / 64 * each * 1.03
     # A step's sums are added up by CUDA cores, each of which does 32 lanes of a warp in a cycle, while products wait.
     return cycles + (rows * columns / 128 + 60 if promoted else 0)
+
+
+def cluster_cycles(blocks: int, results: int) -> float:
+    """Cycles in which the blocks of a cluster add up their sums of a tile: two barriers, and each block's sums on their
+    way through the memory of others."""
+    return 1500 + 4 * results * (blocks - 1) / blocks / 25 if blocks > 1 else 0.0
 
 
 def moved_bytes(problem: Problem) -> float:

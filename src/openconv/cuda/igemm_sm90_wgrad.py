@@ -11,7 +11,7 @@ from ..problem import DTYPE_BYTES, Problem
 from . import group_product, igemm_sm90_windows, jit, render
 from .device import CudaDevice
 from .divide import divisor
-from .igemm_sm90_model import FILLED, Estimate, moved_bytes, product_cycles
+from .igemm_sm90_model import FILLED, Estimate, cluster_cycles, moved_bytes, product_cycles
 from .igemm_sm90_work import GroupKnobs, GroupWork
 from .launch import TensorMap, WindowMap, pack
 
@@ -29,7 +29,8 @@ class Filters(GroupKnobs):
     """A tile is ``rows`` filters by ``boxes`` times 64 columns, each box of one tap. Of its ``groups`` of four warps,
     each multiplies ``blocks`` times 64 rows; ``beside`` groups have the same rows and divide the boxes. A step is
     ``depth`` pixels; ``stages`` of them are on their way, ``buffers`` boxes of results have a place for each group,
-    ``splits`` tiles share a result's pixels, and a multiprocessor has ``residents`` blocks."""
+    ``splits`` tiles share a result's pixels, a multiprocessor has ``residents`` blocks, and ``cluster`` blocks share the
+    pixels of a tile."""
 
     rows: int
     boxes: int
@@ -41,6 +42,7 @@ class Filters(GroupKnobs):
     buffers: int = 2
     splits: int = 1
     residents: int = 1
+    cluster: int = 1
 
     @property
     def sums(self) -> int:
@@ -84,8 +86,9 @@ class Work(GroupWork):
         self.c, self.k, self.taps = problem.c // groups, problem.k // groups, prod(problem.filter)
         self.pixels = problem.n * prod(problem.out)
         self.steps = ceil(self.pixels / tile.depth)
-        if tile.splits > self.steps:
-            raise ValueError(f"splits is {tile.splits}; wanted at most {self.steps}, as many as there are steps")
+        if tile.splits * tile.cluster > self.steps:
+            splits = f"splits is {tile.splits}" + f" of {tile.cluster} blocks" * (tile.cluster > 1)
+            raise ValueError(f"{splits}; wanted at most {self.steps}, as many as there are steps")
         self.chunks = ceil(self.c / 64)
         self.columns = self.taps * self.chunks
         self.row_tiles, self.column_tiles = ceil(self.k / tile.rows), ceil(self.columns / tile.boxes)
@@ -128,9 +131,9 @@ class Work(GroupWork):
         asked = tile.rows // 64 + self.columns / self.column_tiles
         sums = 4.0 * tile.splits * prod(problem.w_shape) if self.parted else 0.0
         return _Parted(
-            tiles=self.tiles, slots=device.threads * tile.residents, residents=tile.residents,
-            steps=self.steps / tile.splits, products=products, brought=128 * tile.depth * asked / FILLED,
-            results=500 + 0.03 * tile.rows * columns * self.out, bytes=moved_bytes(problem) + sums, read=sums,
+            tiles=self.tiles, slots=self.slots(device), residents=tile.residents,
+            steps=self.steps / (tile.splits * tile.cluster), products=products, brought=128 * tile.depth * asked / FILLED,
+            results=500 + 0.03 * tile.rows * columns * self.out + cluster_cycles(tile.cluster, tile.rows * columns), bytes=moved_bytes(problem) + sums, read=sums,
         )  # fmt: skip
 
     # -- for the kernel ---------------------------------------------------------------------------------------------
@@ -142,6 +145,7 @@ class Work(GroupWork):
             "Stored": self.total if self.parted else problem.result_dtype, "rank": problem.rank, "rows": tile.rows,
             "boxes": tile.boxes, "groups": tile.groups, "beside": tile.beside, "blocks": tile.blocks,
             "depth": tile.depth, "stages": tile.stages, "buffers": tile.buffers, "residents": tile.residents,
+            "cluster": tile.cluster,
             "parted": self.parted, "follows": self.follows,
         }  # fmt: skip
 
@@ -157,8 +161,9 @@ class Work(GroupWork):
     def params(self) -> bytes:
         problem, tile = self.problem, self.tile
         lead = 3 - problem.rank
-        narrow = [self.tiles, self.row_tiles, self.column_tiles, problem.groups, tile.splits, self.steps, self.chunks]
-        narrow += [self.columns, self.c, *(1,) * lead, *problem.filter]
+        narrow = [self.tiles, *divisor(self.row_tiles), *divisor(self.column_tiles), *divisor(problem.groups)]
+        narrow += [*divmod(self.steps, tile.splits * tile.cluster), self.columns, self.c, *divisor(self.chunks)]
+        narrow += [number for taps in (*(1,) * lead, *problem.filter) for number in divisor(taps)]
         narrow += [*(1,) * lead, *problem.stride, *(0,) * lead, *(-low for low, _ in problem.padding)]
         narrow += [*(1,) * lead, *problem.dilation]
         narrow += [number for size in (*(1,) * lead, *problem.out) for number in divisor(size)]
@@ -233,6 +238,13 @@ def _staged(problem: Problem, device: CudaDevice, tile: Filters) -> Iterator[Fil
         return
     whole = replace(tile, stages=stages)
     yield whole
+    for blocks in (2, 4, 8) if tile.residents == 1 and 256 * tile.rows * tile.boxes <= stages * bare.stage_bytes else ():
+        if bare.each * blocks > 2 * device.threads:
+            continue
+        shared = Work(problem, replace(tile, cluster=blocks)) if blocks <= bare.steps else bare
+        for splits in sorted({1, max(1, shared.slots(device) // bare.each)}):
+            if splits * blocks * _FEWEST_STEPS <= bare.steps and 4 * splits * prod(problem.w_shape) <= _MOST_WORKSPACE:
+                yield replace(whole, cluster=blocks, splits=splits)
     slots, most = device.threads * tile.residents, min(bare.steps // _FEWEST_STEPS, _MOST_SPLITS)
     for count in sorted({min(waves * slots // bare.each, most) for waves in (1, 2, 3, 4)}):
         if count > 1 and 4 * count * prod(problem.w_shape) <= _MOST_WORKSPACE:

@@ -13,7 +13,7 @@ from . import fusion, group_product, jit
 from .channels_last import Turn
 from .device import CudaDevice
 from .divide import divisor
-from .igemm_sm90_model import FILLED, Estimate, moved_bytes, product_cycles
+from .igemm_sm90_model import FILLED, Estimate, cluster_cycles, moved_bytes, product_cycles
 from .igemm_sm90_work import ConvolutionWork, GroupKnobs, stored
 from .launch import TensorMap, WindowMap, pack
 
@@ -32,8 +32,8 @@ _MOST_STEP = 8  # from pixel to pixel
 class Windows(GroupKnobs):
     """A tile is ``pixels`` by ``channels`` of the result, of which each of ``groups`` of four warps multiplies
     ``blocks`` times 64 rows: pixels, or channels if ``swapped``. ``stages`` steps are on their way, ``buffers`` boxes
-    of results have a place for each group, ``splits`` tiles share a result's sum, and a multiprocessor has
-    ``residents`` blocks."""
+    of results have a place for each group, ``splits`` tiles share a result's sum, a multiprocessor has ``residents``
+    blocks, and ``cluster`` blocks share the steps of a tile."""
 
     pixels: int
     channels: int
@@ -44,6 +44,7 @@ class Windows(GroupKnobs):
     swapped: bool = False
     splits: int = 1
     residents: int = 1
+    cluster: int = 1
 
     @property
     def columns(self) -> int:
@@ -153,6 +154,13 @@ class Work(ConvolutionWork):
         self.apart = len(self.phases) > 1
 
     @property
+    def flat(self) -> bool:
+        """Whether windows are the pixels themselves, one behind the other: their boxes need no map of windows."""
+        problem = self.problem
+        alone = prod(problem.filter) == 1 and max(problem.stride) == 1
+        return alone and not any(low or high for low, high in problem.padding)
+
+    @property
     def steps(self) -> int:
         """Of the longest phase."""
         return self.phases[0].terms * self.chunks
@@ -181,6 +189,15 @@ class Work(ConvolutionWork):
         return 8 * (2 * self.tile.stages + self.tile.groups * self.tile.buffers)
 
     @property
+    def fits(self) -> bool:
+        tile = self.tile
+        fewest = min(phase.terms for phase in self.phases) * self.chunks
+        shares = tile.cluster == 1 or (
+            fewest >= tile.cluster and 4 * tile.pixels * tile.channels <= tile.stages * self.stage_bytes
+        )
+        return shares and super().fits
+
+    @property
     def registers(self) -> int:
         """Of a thread, about: sums, and what the epilogue and places take."""
         tile = self.tile
@@ -206,10 +223,10 @@ class Work(ConvolutionWork):
         terms = sum(phase.terms for phase in self.phases) / len(self.phases)
         reads = 1 + 0.3 * (len(self.tensors) + self.also)
         return Estimate(
-            tiles=self.tiles, slots=device.threads * tile.residents, residents=tile.residents,
-            steps=terms * self.chunks / tile.splits,
+            tiles=self.tiles, slots=self.slots(device), residents=tile.residents,
+            steps=terms * self.chunks / (tile.splits * tile.cluster),
             products=product_cycles(rows, columns, self.promoted) * self.slices / 4,
-            brought=self.stage_bytes / FILLED, results=(500 + 0.06 * rows * columns * self.out / 2) * reads,
+            brought=self.stage_bytes / FILLED, results=(500 + 0.06 * rows * columns * self.out / 2) * reads + cluster_cycles(tile.cluster, rows * columns),
             bytes=moved_bytes(problem) + (8 * tile.splits * prod(problem.result_shape) if self.parted else 0),
         )  # fmt: skip
 
@@ -228,7 +245,7 @@ class Work(ConvolutionWork):
     def constants(self) -> dict[str, int | bool | str]:
         tile = self.tile
         return {
-            **super().constants, "rank": self.problem.rank, "swapped": tile.swapped, "pixels": tile.pixels,
+            **super().constants, "rank": 0 if self.flat else self.problem.rank, "swapped": tile.swapped, "pixels": tile.pixels,
             "stages": tile.stages, "buffers": tile.buffers, "box": tile.box, "filters": self.order,
             "phases": len(self.phases), "promoted": self.promoted,
             "barren": not all(phase.terms for phase in self.phases),
@@ -251,8 +268,8 @@ class Work(ConvolutionWork):
         _, height, width = (1, 1, 1, *problem.filter)[-3:]
         taps = (height * width, width, 1)
         out_step = (1, 1, 1) if self.fprop else (*(1,) * (3 - problem.rank), *problem.stride)
-        narrow = [self.tiles, self.channel_tiles, self.pixel_tiles, problem.groups, tile.splits, self.chunks]
-        narrow += [self.depth_channels, self.out_channels, *step, *way]
+        narrow = [self.tiles, *divisor(self.channel_tiles), *divisor(self.pixel_tiles), *divisor(problem.groups)]
+        narrow += [tile.splits, self.chunks, self.depth_channels, self.out_channels, *step, *way]
         narrow += [by * each for by, each in zip(along, taps, strict=True)]
         narrow += [*out_step, *(1,) * (3 - problem.rank), *self.results]
         for phase in self.phases:
@@ -280,10 +297,13 @@ class Work(ConvolutionWork):
         return (filters, to, *more, *spare, *self.windows)
 
     @property
-    def windows(self) -> tuple[WindowMap, ...]:
+    def windows(self) -> tuple[TensorMap | WindowMap, ...]:
         """A map for each phase."""
         problem, size = self.problem, self.size
         rank, channels = problem.rank, self.depth_channels * problem.groups
+        if self.flat:
+            line, box = channels * size, (self.depth, self.tile.pixels, 1)
+            return (TensorMap(0, (channels, self.pixels, 1), (line, line * self.pixels), box, 128, size, self.rounds),)
         axes = self.images[::-1]
         strides, whole = [], channels * size
         for each in axes:
@@ -344,7 +364,13 @@ def _staged(problem: Problem, device: CudaDevice, tile: Windows) -> Iterator[Win
         return
     whole = replace(tile, stages=stages)
     yield whole
-    if problem.stats or bare.apart or problem.epilogue.also:
+    if problem.stats:
+        return
+    for blocks in (2, 4, 8) if tile.residents == 1 else ():
+        shared = replace(whole, cluster=blocks)
+        if Work(problem, shared).fits and bare.each * len(bare.phases) * blocks < 2 * device.threads:
+            yield shared
+    if bare.apart or problem.epilogue.also:
         return
     slots = device.threads * tile.residents
     splits = {min(waves * slots // bare.each, bare.steps // 4, _MOST_SPLITS) for waves in (1, 2)}

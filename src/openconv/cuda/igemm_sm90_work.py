@@ -22,10 +22,12 @@ _SMALL = ("e4m3", "e5m2")
 
 
 class GroupKnobs(Knobs):
-    """Blocks of ``groups`` that multiply and four warps that copy, ``residents`` of them on a multiprocessor."""
+    """Blocks of ``groups`` that multiply and four warps that copy, ``residents`` of them on a multiprocessor; ``cluster``
+    blocks share the steps of a tile."""
 
     groups: int
     residents: int
+    cluster: int
 
     @property
     def threads(self) -> int:
@@ -90,9 +92,17 @@ class GroupWork(ABC):
         """Whether another kernel copies inputs before it."""
         return self.turned is not None or any(turned_inputs(self.problem))
 
+    def slots(self, device: CudaDevice) -> int:
+        """Tiles that can be at work at a time. Multiprocessors come in sixteens, and some pairs more, which clusters do
+        not reach across: 132 hold 66 clusters of two blocks, 32 of four, 16 of eight."""
+        if (blocks := self.tile.cluster) == 1:
+            return device.threads * int(self.tile.residents)
+        sixteens, pairs = device.threads // 16, device.threads % 16 // 2
+        return max(1, (sixteens * (16 // blocks) + pairs * (2 // blocks)) * int(self.tile.residents))
+
     def blocks(self, device: CudaDevice) -> int:
-        """As many as run at a time, at most one for each tile."""
-        return min(self.tiles, device.threads * self.tile.residents)
+        """As many as run at a time, at most one for each tile, or a cluster."""
+        return min(self.tiles, self.slots(device)) * int(self.tile.cluster)
 
     # What igemm_sum.cu adds the splits of a tile up with.
 
@@ -186,6 +196,7 @@ class ConvolutionWork(GroupWork):
         return {
             "D": self.total, "Stored": self.total if self.parted else self.problem.result_dtype,
             "channels": tile.channels, "groups": tile.groups, "blocks": tile.blocks, "residents": tile.residents,
+            "cluster": tile.cluster,
             "parted": self.parted, "slices": self.slices, "follows": self.follows,
             "vectors": sum(1 << at for at in self.vectors), "tensors": sum(1 << at for at in self.tensors),
         }  # fmt: skip

@@ -165,8 +165,9 @@ def _driver(name: str) -> Any:
     return function
 
 
-# One attribute, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, set to 1.
+# Attributes of a launch: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, set to 1, and _CLUSTER_DIMENSION.
 _FOLLOWS = struct.pack("=i4xi60x", 6, 1)
+_CLUSTER = struct.Struct("=i4x3i52x")
 
 _WRITE = [struct.Struct(f"={count}q").pack_into for count in range(32)]
 _CONFIGURATION = struct.Struct("=7i4xqqi4x")  # grid, block, shared bytes; the stream, attributes and their number
@@ -177,11 +178,13 @@ class Launch:
     """``launch(a, b, out, ...)``: the pointers of ``Params`` in order.
 
     A kernel that ``follows`` another may start while that one ends, and waits for it by itself before it reads what
-    that one wrote (``common/follow.cuh``). GPUs before sm_90 start it behind the other."""
+    that one wrote (``common/follow.cuh``). GPUs before sm_90 start it behind the other. As many blocks as a ``cluster``
+    has run at a time, and reach each other's shared memory (sm_90)."""
 
     def __init__(
         self, source: jit.Source, name: str, device: CudaDevice, grid: Sequence[int], block: Sequence[int],
         params: bytes, shared: int = 0, follows: bool = False, maps: Sequence[TensorMap | WindowMap] = (),
+        cluster: int = 1,
     ) -> None:  # fmt: skip
         from cuda.bindings import driver
 
@@ -194,10 +197,12 @@ class Launch:
         if shared > 48 << 10:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(int(driver.cuKernelSetAttribute(attribute, shared, self._kernel.handle, device.index)[0]), name)
-        attributes = (0, 0)
-        if follows and device.capability >= 90:
-            self._attributes = ctypes.create_string_buffer(_FOLLOWS, len(_FOLLOWS))
-            attributes = (ctypes.addressof(self._attributes), 1)
+        attributes, listed = (0, 0), _FOLLOWS if follows and device.capability >= 90 else b""
+        if cluster > 1:
+            listed += _CLUSTER.pack(4, cluster, 1, 1)
+        if listed:
+            self._attributes = ctypes.create_string_buffer(listed, len(listed))
+            attributes = (ctypes.addressof(self._attributes), len(listed) // len(_FOLLOWS))
         configuration = _CONFIGURATION.pack(*three, *(*block, 1, 1)[:3], shared, 0, *attributes)
         self._name, self._index = name, device.index
         if maps:

@@ -14,7 +14,8 @@
 // channels are the rows and pixels the columns: any multiple of 16, so that tiles can be made to be as many as
 // multiprocessors.
 //
-// The sums of `parted` tiles, of which several share a result's steps, leave as they are, for igemm_sum.cu. Results
+// The sums of `parted` tiles, of which several share a result's steps, leave as they are, for igemm_sum.cu. Blocks of a
+// `cluster` share a tile's steps as well, and add their sums up before these leave (common/cluster_sums.cuh). Results
 // leave as boxes, from where tensors that the epilogue reads have come before; with a stride, dgrad has a phase for
 // each way that taps can meet pixels, whose results lie apart: threads store them, 16 bytes at a time.
 //
@@ -22,8 +23,8 @@
 // where the tensors and other results of an epilogue have boxes of their own; its vectors, [groups][count][channels];
 // and where results lie apart their places, [groups][pixels].
 //
-// Traits: A, Out, Sum, Epilogue, Also; D (sums), Stored, rank, swapped, pixels, channels, groups, blocks (products of a
-// group side by side), stages, buffers, box (pixels of a box of results), residents, filters (0: depth, tap, channel;
+// Traits: A, Out, Sum, Epilogue, Also; D (sums), Stored, rank (0: one tap, and pixels lie as results do), swapped, pixels, channels, groups, blocks (products of a
+// group side by side), stages, buffers, box (pixels of a box of results), residents, cluster, filters (0: depth, tap, channel;
 // 1: channel, tap, depth, across; 2: depth, channel, tap), phases, parted, stats, promoted (sums of a step by
 // themselves), slices (of 32 bytes, of a step: four, or fewer where all channels are fewer), barren (some phase has no
 // taps), follows, vectors, tensors.
@@ -36,6 +37,7 @@
 #include "common/relu.cuh"
 #include "common/shared.cuh"
 #include "common/group_ring.cuh"
+#include "common/cluster_sums.cuh"
 #include "traits"
 #include "common/group_results.cuh"
 
@@ -46,11 +48,13 @@ using Epilogue = Traits::Epilogue;
 
 constexpr int pixels = Traits::pixels, channels = Traits::channels, groups = Traits::groups, blocks = Traits::blocks;
 constexpr int stages = Traits::stages, buffers = Traits::buffers, box = Traits::box, phases = Traits::phases;
+constexpr int peers = Traits::cluster;
 constexpr bool swapped = Traits::swapped, turned = Traits::filters == 1, apart = phases > 1;
 constexpr int threads = 128 * groups + 128, depth = 128 / sizeof(A);
 constexpr int rows = swapped ? channels : pixels, columns = swapped ? pixels : channels, sums = columns / 2;
 constexpr int window_bytes = pixels * 128, stage_bytes = window_bytes + channels * 128;
 constexpr int along = swapped ? pixels / box : channels / 64, boxes = blocks * along;  // of a group's results
+constexpr int each = swapped ? box / 2 : 32;                      // of a thread's sums, those of a box
 constexpr int box_bytes = box * 64 * results::size, buffer_bytes = box_bytes * results::boxes;
 constexpr int pointers = Epilogue::count + results::also, mapped = results::tensors + results::also;
 constexpr int listed = swapped ? pixels : 64 * blocks;  // pixels that a group stores
@@ -59,7 +63,9 @@ static_assert(rows == 64 * groups * blocks && channels % 64 == 0 && columns % 8 
               "whole products");
 static_assert(swapped ? pixels % box == 0 && box % 16 == 0 : box == 64, "whole boxes");
 static_assert(stages > 1 && buffers > 1, "a ring, and a place for results while others are stored");
-static_assert(!Traits::stats || !(Traits::parted || apart), "statistics are of whole results, which leave as boxes");
+static_assert(!Traits::stats || !(Traits::parted || apart || peers > 1),
+              "statistics are of whole results, which leave as boxes");
+static_assert(peers == 1 || rows * columns * 4 <= stages * stage_bytes, "sums lie where the ring was");
 
 // One of the ways in which taps meet pixels; axes are D, H and W.
 struct Phase {
@@ -76,7 +82,9 @@ struct Params {
     Out* out;                                           // by its map as well, if results do not lie apart
     const void* operands[pointers > 0 ? pointers : 1];  // of the epilogue, and where its other results go
     void* sums;                                         // of parted tiles, by the map of results; of statistics
-    int tiles, channel_tiles, pixel_tiles, conv_groups, splits;
+    int tiles;
+    Divisor channel_tiles, pixel_tiles, conv_groups;
+    int splits;
     int chunks;                        // steps of a tap
     int depth_channels, out_channels;  // of a group
     int step[3], offset[3], tap[3];    // from pixel to pixel, from tap to tap, and the same in the filter's memory
@@ -89,24 +97,31 @@ struct Tile {
     int phase, pixel, channel, group, split, begin, steps;
     bool there;  // Some phases have fewer pixels than others.
 
-    __device__ __forceinline__ Tile(const Params& p, int at) {
-        channel = at % p.channel_tiles * channels;
-        at /= p.channel_tiles;
-        pixel = at % p.pixel_tiles * pixels;
-        at /= p.pixel_tiles;
-        group = at % p.conv_groups;
-        at /= p.conv_groups;
+    __device__ __forceinline__ Tile(const Params& p, int at, int rank) {
+        channel = p.channel_tiles.split(at) * channels;
+        pixel = p.pixel_tiles.split(at) * pixels;
+        group = p.conv_groups.split(at);
         split = Traits::parted ? at % p.splits : 0;
         phase = apart ? at : 0;
         const Phase& of = p.phase[phase];
         there = !apart || pixel < of.pixels;
         begin = 0;
         steps = of.taps[0] * of.taps[1] * of.taps[2] * p.chunks;
-        if (Traits::parted) {
-            begin = int(i64(steps) * split / p.splits);
-            steps = int(i64(steps) * (split + 1) / p.splits) - begin;
+        if (Traits::parted || peers > 1) {
+            const int part = split * peers + rank, parts = (Traits::parted ? p.splits : 1) * peers;
+            begin = int(i64(steps) * part / parts);
+            steps = int(i64(steps) * (part + 1) / parts) - begin;
         }
     }
+};
+
+// The tiles of this block, and of the blocks of its cluster, among which it is the one at `rank`.
+struct Turns {
+    int first = blockIdx.x / peers, by = gridDim.x / peers, rank = peers > 1 ? bulk::cluster_rank() : 0;
+
+    // Boxes of a tile that this block stores, and which box that is of a group's.
+    __device__ __forceinline__ int own() const { return (boxes - rank + peers - 1) / peers; }
+    __device__ __forceinline__ bool owns(int i) const { return i % peers == rank; }
 };
 
 // Where a box of a tile's results lies: box `i` of a group.
@@ -129,7 +144,9 @@ __device__ __forceinline__ void bring_windows(const Params& p, const Tile& tile,
                                               int c, const int (&place)[3], const int (&tap)[3], int image) {
     const bulk::Map& map = p.windows[tile.phase];
     const int right = tap[2] * p.offset[2], down = tap[1] * p.offset[1], deep = tap[0] * p.offset[0];
-    if constexpr (Traits::rank == 1)
+    if constexpr (Traits::rank == 0)
+        bulk::copy_cube(to, map, full, c, tile.pixel, 0);
+    else if constexpr (Traits::rank == 1)
         bulk::copy_windows(to, map, full, c, place[2], image, right);
     else if constexpr (Traits::rank == 2)
         bulk::copy_windows(to, map, full, c, place[2], place[1], image, right, down);
@@ -150,9 +167,10 @@ __device__ __forceinline__ void bring_filters(const Params& p, const Tile& tile,
 }
 
 __device__ __forceinline__ void bring(const Params& p, unsigned char* ring, bulk::Barrier* full, bulk::Barrier* empty) {
+    const Turns mine;
     Turn turn;
-    for (int at = blockIdx.x; at < p.tiles; at += gridDim.x) {
-        const Tile tile(p, at);
+    for (int at = mine.first; at < p.tiles; at += mine.by) {
+        const Tile tile(p, at, mine.rank);
         if (!tile.there) continue;
         const Phase& phase = p.phase[tile.phase];
         int image = tile.pixel, place[3];
@@ -160,7 +178,7 @@ __device__ __forceinline__ void bring(const Params& p, unsigned char* ring, bulk
         for (int axis = 2; axis >= 0; --axis)
             place[axis] = phase.sizes[axis].split(image) * p.step[axis] + phase.corner[axis];
         int tap[3] = {}, chunk = 0;
-        if (Traits::parted) {
+        if (Traits::parted || peers > 1) {
             int rest = tile.begin;
             tap[2] = rest % phase.taps[2];
             rest /= phase.taps[2];
@@ -169,6 +187,7 @@ __device__ __forceinline__ void bring(const Params& p, unsigned char* ring, bulk
             tap[0] = rest % phase.taps[0];
             chunk = rest / phase.taps[0];
         }
+#pragma unroll 1  // instructions that have not been fetched yet are what a block waits for first
         for (int step = 0; step < tile.steps; ++step) {
             unsigned char* const to = ring + turn.stage * stage_bytes;
             bulk::Barrier& arrived = full[turn.stage];
@@ -186,6 +205,10 @@ __device__ __forceinline__ void bring(const Params& p, unsigned char* ring, bulk
             if (++tap[0] < phase.taps[0]) continue;
             tap[0] = 0;
             ++chunk;
+        }
+        if constexpr (peers > 1) {
+            cluster::pass();  // sums lie in the ring
+            cluster::pass();  // others have read them
         }
     }
 }
@@ -265,13 +288,13 @@ __device__ __forceinline__ void multiply_promoted(D (&sum)[blocks][N], const Ope
 
 // -- results --------------------------------------------------------------------------------------------------------
 
-// One thread: what the epilogue of the group's box `number`, counted over all tiles of this block, reads.
-__device__ __forceinline__ void bring_tensors(const Params& p, int group, int number, unsigned char* places,
-                                              bulk::Barrier* arrived) {
-    const int at = blockIdx.x + number / boxes * gridDim.x;
+// One thread: what the epilogue of the group's box `number`, counted over all that this block stores, reads.
+__device__ __forceinline__ void bring_tensors(const Params& p, const Turns& mine, int group, int number,
+                                              unsigned char* places, bulk::Barrier* arrived) {
+    const int own = mine.own(), at = own ? mine.first + number / own * mine.by : p.tiles;
     if (at >= p.tiles) return;
-    const Tile tile(p, at);
-    const Spot spot(tile, group, number % boxes);
+    const Tile tile(p, at, mine.rank);
+    const Spot spot(tile, group, mine.rank + number % own * peers);
     const int buffer = number % buffers;
     bulk::expect(arrived[buffer], results::tensors * box_bytes);
 #pragma unroll
@@ -301,7 +324,7 @@ __device__ __forceinline__ void list_places(const Params& p, const Tile& tile, i
         for (int axis = 2; axis >= 0; --axis)
             at[axis] = phase.sizes[axis].split(image) * p.out_step[axis] + phase.start[axis];
         const i64 pixel = ((i64(image) * p.out_size[0] + at[0]) * p.out_size[1] + at[1]) * p.out_size[2] + at[2];
-        list[i] = there ? (pixel * p.conv_groups + tile.group) * p.out_channels : -1;
+        list[i] = there ? (pixel * p.conv_groups.value + tile.group) * p.out_channels : -1;
     }
 }
 // 16 bytes at a time between a box and where its results lie; `move(place in the box, element of the tensor)`.
@@ -342,7 +365,7 @@ struct Totals {
             const int channel = tile.channel + ((swapped ? group * blocks : 0) + set) * 64 + 2 * lane;
             if (channel < p.out_channels)
                 *reinterpret_cast<Pack<float, 4>*>(
-                    static_cast<float*>(p.sums) + ((part * p.conv_groups + tile.group) * p.out_channels + channel) *
+                    static_cast<float*>(p.sums) + ((part * p.conv_groups.value + tile.group) * p.out_channels + channel) *
                                                       2) = {of[set][0][0], of[set][0][1], of[set][1][0], of[set][1][1]};
         }
     }
@@ -410,6 +433,10 @@ igemm_sm90(const __grid_constant__ Params p) {
         }
         for (int i = 0; i < groups * buffers; ++i) bulk::init(arrived[i], 1);
         bulk::publish();
+    } else if (threadIdx.x == 128 * groups) {  // who will ask for boxes has their maps come at once
+        bulk::fetch_map(p.filters);
+        bulk::fetch_map(p.windows[0]);
+        if constexpr (!apart) bulk::fetch_map(p.result);
     }
     __syncthreads();
     if constexpr (Traits::parted || Traits::stats) let_next_start();
@@ -427,15 +454,16 @@ igemm_sm90(const __grid_constant__ Params p) {
     i64* const list = lists + group * listed;
     Out* const vectors = all_vectors + group * Vectors::count * channels;
     bulk::Barrier* const come = arrived + group * buffers;
+    const Turns mine;
     if constexpr (held)
         if (leads)
-            for (int i = 0; i < buffers; ++i) bring_tensors(p, group, i, places, come);
+            for (int i = 0; i < buffers; ++i) bring_tensors(p, mine, group, i, places, come);
 
     const Operands operands(ring, group);
     Turn turn;
     int number = 0;  // of the group's boxes
-    for (int at = blockIdx.x; at < p.tiles; at += gridDim.x) {
-        const Tile tile(p, at);
+    for (int at = mine.first; at < p.tiles; at += mine.by) {
+        const Tile tile(p, at, mine.rank);
         if (!tile.there) continue;
 
         // Multiply.
@@ -450,12 +478,16 @@ igemm_sm90(const __grid_constant__ Params p) {
             multiply_promoted(sum, operands, tile.steps, turn, full, empty, lane == 0);
         else
             multiply(sum, operands, tile.steps, turn, full, empty, lane == 0);
+        if constexpr (peers > 1)
+            cluster::add_up<peers, 128 * groups, boxes, each>(sum[0], ring, group, mine.rank);
         of_channels.put(vectors);
         if ((Vectors::count > 0 && !swapped) || apart) bulk::sync_group(group);
 
         Totals totals;
 #pragma unroll
-        for (int i = 0; i < boxes; ++i, ++number) {
+        for (int i = 0; i < boxes; ++i) {
+            if (!mine.owns(i)) continue;
+
             // Compute.
             const int buffer = number % buffers, block = i / along, further = i % along;
             const Spot spot(tile, group, i);
@@ -503,14 +535,16 @@ igemm_sm90(const __grid_constant__ Params p) {
                     if constexpr (held)
                         if (number > 0) {
                             bulk::read_but<1>();
-                            bring_tensors(p, group, number - 1 + buffers, places, come);
+                            bring_tensors(p, mine, group, number - 1 + buffers, places, come);
                         }
                 }
                 if constexpr (Traits::stats)
                     totals.add(swapped ? block : further, to, p.phase[0].pixels - spot.pixel, warp, lane);
             }
+            ++number;
         }
         if constexpr (Traits::stats) totals.store(p, tile, group, warp, lane);
+        if constexpr (peers > 1) bulk::cluster_wait();  // others have read this block's sums
     }
     if (leads && !apart) bulk::read_but<0>();
 }

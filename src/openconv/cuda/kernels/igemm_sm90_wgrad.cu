@@ -15,7 +15,8 @@
 //
 // A block stays on its multiprocessor and takes one tile after the other, so that boxes of the next tile come while
 // results of the last one leave. Tiles that run at a time have pixels in common, which then come from the second-level
-// cache. `parted` tiles, of which several share a result's pixels, leave sums as they are, for igemm_sum.cu.
+// cache. `parted` tiles, of which several share a result's pixels, leave sums as they are, for igemm_sum.cu. Blocks of a
+// `cluster` share a tile's pixels as well, and add their sums up before these leave (common/cluster_sums.cuh).
 //
 // Columns behind the last channel of a group are zeros, or those of the next group, and rows behind its last filter are
 // zeros: their sums are not stored. Boxes behind the last are not asked for, and nothing of them is stored either.
@@ -24,13 +25,14 @@
 // [groups][buffers][64] rows of 128 bytes.
 //
 // Traits: A, Stored (Out, or sums of a split), rank, rows, boxes, groups, beside, blocks, depth, stages, buffers,
-// residents, parted, follows.
+// residents, cluster, parted, follows.
 
 #include "common/types.cuh"
 #include "common/divide.cuh"
 #include "common/follow.cuh"
 #include "common/shared.cuh"
 #include "common/group_ring.cuh"
+#include "common/cluster_sums.cuh"
 #include "traits"
 
 using A = Traits::A;
@@ -38,6 +40,7 @@ using Stored = Traits::Stored;
 
 constexpr int rows = Traits::rows, boxes = Traits::boxes, groups = Traits::groups, beside = Traits::beside;
 constexpr int blocks = Traits::blocks, depth = Traits::depth, stages = Traits::stages, buffers = Traits::buffers;
+constexpr int peers = Traits::cluster;
 constexpr int threads = 128 * groups + 128, row_boxes = rows / 64;
 constexpr int own_boxes = boxes / beside, sums = 32 * own_boxes;  // of a group and block, columns and a thread's sums
 constexpr int box_bytes = depth * 128, stage_bytes = (row_boxes + boxes) * box_bytes;
@@ -47,6 +50,7 @@ static_assert(rows == 64 * blocks * (groups / beside) && groups % beside == 0, "
 static_assert(row_boxes <= 4, "a thread asks for one box of dy at most");
 static_assert(boxes % beside == 0 && own_boxes <= 4, "whole products");
 static_assert(depth % 16 == 0 && depth <= 256, "whole products, and boxes as large as they may be");
+static_assert(peers == 1 || rows * boxes * 256 <= stages * stage_bytes, "sums lie where the ring was");
 static_assert(stages > 1 && buffers > 1, "a ring, and a place for results while others are stored");
 
 struct Params {
@@ -54,11 +58,11 @@ struct Params {
     void* out;                // written by its map
     const void* operands[1];  // none: a place that all kernels of the engine have
     void* sums;               // of parted tiles, by the map of results
-    int tiles, row_tiles, column_tiles, conv_groups, splits;
-    int steps;                          // of all pixels
-    int chunks, columns;                // boxes of a tap, and of all taps
-    int channels;                       // of a group of x
-    int filter[3];                      // taps; axes are D, H and W
+    int tiles;
+    Divisor row_tiles, column_tiles, conv_groups;
+    int steps, rest;                    // of a part of the pixels; as many of the first parts have one more
+    int columns, channels;              // boxes of all taps; of a group of x
+    Divisor chunks, filter[3];          // boxes of a tap; taps; axes are D, H and W
     int step[3], corner[3], offset[3];  // from pixel to pixel, where the first reads its first tap, from tap to tap
     Divisor sizes[3];                   // of dy
     bulk::Map gradients, result, windows;
@@ -67,22 +71,25 @@ struct Params {
 struct Tile {
     int row, column, boxes, group, split, begin, steps;  // columns are counted in boxes
 
-    __device__ __forceinline__ Tile(const Params& p, int at) {
-        row = at % p.row_tiles * rows;
-        at /= p.row_tiles;
-        column = at % p.column_tiles * ::boxes;
-        at /= p.column_tiles;
+    __device__ __forceinline__ Tile(const Params& p, int at, int rank) {
+        row = p.row_tiles.split(at) * rows;
+        column = p.column_tiles.split(at) * ::boxes;
         boxes = min(::boxes, p.columns - column);
-        group = at % p.conv_groups;
-        split = at / p.conv_groups;
+        group = p.conv_groups.split(at);
+        split = at;
         begin = 0;
         steps = p.steps;
-        if constexpr (Traits::parted) {
-            const int each = p.steps / p.splits, rest = p.steps % p.splits;
-            begin = split * each + min(split, rest);
-            steps = each + (split < rest);
+        if constexpr (Traits::parted || peers > 1) {
+            const int part = split * peers + rank;
+            begin = part * p.steps + min(part, p.rest);
+            steps += part < p.rest;
         }
     }
+};
+
+// The tiles of this block, and of the blocks of its cluster, among which it is the one at `rank`.
+struct Turns {
+    int first = blockIdx.x / peers, by = gridDim.x / peers, rank = peers > 1 ? bulk::cluster_rank() : 0;
 };
 
 using Turn = pipeline::Turn<stages>;
@@ -96,13 +103,9 @@ struct Column {
 
     __device__ __forceinline__ void place(const Params& p, const Tile& tile, int i) {
         int tap = tile.column + i;
-        c = tile.group * p.channels + tap % p.chunks * 64;
-        tap /= p.chunks;
+        c = tile.group * p.channels + p.chunks.split(tap) * 64;
 #pragma unroll
-        for (int axis = 2; axis > 2 - Traits::rank; --axis) {
-            way[axis] = tap % p.filter[axis] * p.offset[axis];
-            tap /= p.filter[axis];
-        }
+        for (int axis = 2; axis > 2 - Traits::rank; --axis) way[axis] = p.filter[axis].split(tap) * p.offset[axis];
     }
     __device__ __forceinline__ void bring(const Params& p, unsigned char* to, bulk::Barrier& full,
                                           const int (&place)[3], int image) const {
@@ -121,13 +124,15 @@ __device__ __forceinline__ void bring(const Params& p, unsigned char* ring, bulk
                                       int first) {
     constexpr int each = (boxes + 3) / 4;
     const int first_column = (first + 3 * row_boxes) % 4;  // behind the boxes of dy
+    const Turns mine;
     Turn turn;
-    for (int at = blockIdx.x; at < p.tiles; at += gridDim.x) {
-        const Tile tile(p, at);
+    for (int at = mine.first; at < p.tiles; at += mine.by) {
+        const Tile tile(p, at, mine.rank);
         Column columns[each];
 #pragma unroll
         for (int i = 0; i < each; ++i) columns[i].place(p, tile, first_column + 4 * i);
         int pixel = tile.begin * depth;
+#pragma unroll 1  // instructions that have not been fetched yet are what a block waits for first
         for (int step = 0; step < tile.steps; ++step, pixel += depth) {
             unsigned char* const to = ring + turn.stage * stage_bytes;
             bulk::Barrier& arrived = full[turn.stage];
@@ -144,6 +149,10 @@ __device__ __forceinline__ void bring(const Params& p, unsigned char* ring, bulk
                 if (const int column = first_column + 4 * i; column < tile.boxes)
                     columns[i].bring(p, to + (row_boxes + column) * box_bytes, arrived, place, image);
             turn.next();
+        }
+        if constexpr (peers > 1) {
+            cluster::pass();  // sums lie in the ring
+            cluster::pass();  // others have read them
         }
     }
 }
@@ -204,6 +213,10 @@ igemm_sm90_wgrad(const __grid_constant__ Params p) {
             bulk::init(empty[i], 4 * groups);
         }
         bulk::publish();
+    } else if (threadIdx.x == 128 * groups) {  // maps come at once, for those that will ask for boxes
+        bulk::fetch_map(p.gradients);
+        bulk::fetch_map(p.windows);
+        bulk::fetch_map(p.result);
     }
     __syncthreads();
     if constexpr (Traits::parted) let_next_start();
@@ -220,10 +233,11 @@ igemm_sm90_wgrad(const __grid_constant__ Params p) {
     const bool leads = threadIdx.x % 128 == 0;
     unsigned char* const places = ring + stages * stage_bytes + group * buffers * result_bytes;
     const Operands operands(ring, group);
+    const Turns mine;
     Turn turn;
     int buffer = 0;
-    for (int at = blockIdx.x; at < p.tiles; at += gridDim.x) {
-        const Tile tile(p, at);
+    for (int at = mine.first; at < p.tiles; at += mine.by) {
+        const Tile tile(p, at, mine.rank);
 
         // Compute.
         float sum[blocks][sums];
@@ -232,14 +246,19 @@ igemm_sm90_wgrad(const __grid_constant__ Params p) {
 #pragma unroll
         for (int m = 0; m < blocks; ++m) tensor::group_done(sum[m]);
 
+        if constexpr (peers > 1)
+            cluster::add_up<peers, 128 * groups, blocks * own_boxes, 32>(sum[0], ring, group, mine.rank);
+
         // Store.
         const int first = group % beside * own_boxes, row = tile.row + group / beside * blocks * 64;
 #pragma unroll
         for (int i = 0; i < own_boxes; ++i) {
             if (first + i >= tile.boxes) break;
-            const int box = tile.column + first + i, tap = box / p.chunks, c = box % p.chunks * 64;
+            int tap = tile.column + first + i;
+            const int c = p.chunks.split(tap) * 64;
 #pragma unroll
-            for (int m = 0; m < blocks; ++m)
+            for (int m = 0; m < blocks; ++m) {
+                if ((m * own_boxes + i) % peers != mine.rank) continue;
 #pragma unroll
                 for (int part = 0; part < parts; ++part) {
                     unsigned char* const to = places + buffer * result_bytes;
@@ -249,12 +268,14 @@ igemm_sm90_wgrad(const __grid_constant__ Params p) {
                     bulk::sync_group(group);
                     if (leads) {
                         bulk::store(to, p.result, c + part * across, tap, row + 64 * m,
-                                    tile.split * p.conv_groups + tile.group);
+                                    tile.split * p.conv_groups.value + tile.group);
                         bulk::commit();
                     }
                     buffer = buffer + 1 == buffers ? 0 : buffer + 1;
                 }
+            }
         }
+        if constexpr (peers > 1) bulk::cluster_wait();  // others have read this block's sums
     }
     if (leads) bulk::read_but<0>();
 }
