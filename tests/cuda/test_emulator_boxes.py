@@ -1,4 +1,4 @@
-"""The emulator itself: boxes, windows and products of a warpgroup against torch, and waits that are missing."""
+"""The emulator itself: boxes, windows, products of a warpgroup, clusters of blocks, and waits that are missing."""
 
 from __future__ import annotations
 
@@ -73,6 +73,46 @@ extern "C" __global__ void products(const __grid_constant__ Params p) {
     for (int i = 0; i < COUNT; ++i)
         p.out[(row + i / 2 % 2 * 8) * COUNT * 2 + i / 4 * 8 + column + i % 2] = sum[i];
     if (LEFT != 0 && ENDS) tensor::group_left<0>();
+}
+""",
+    # Each block has a line of memory and what it writes itself, and writes what all blocks of its cluster have.
+    "clusters.cu": """
+#include "common/types.cuh"
+#include "common/bulk_cluster.cuh"
+#include "common/shared.cuh"
+#include "traits"
+struct Params {
+    const uint4* x;
+    uint4* out;
+};
+template <int Count>
+__device__ __forceinline__ uint4* written() {
+    __shared__ uint4 all[Count];
+    return all;
+}
+extern "C" __global__ void clusters(const __grid_constant__ Params p) {
+    DYNAMIC_SHARED(memory);
+    __shared__ bulk::Barrier arrived;
+    constexpr int cluster = Traits::cluster;
+    const int i = threadIdx.x, rank = bulk::cluster_rank();
+    uint4 *const line = reinterpret_cast<uint4*>(memory), *const mine = written<64>();
+    if (i == 0) {
+        bulk::init(arrived, 1);
+        bulk::expect(arrived, 1024);
+        bulk::copy_line(line, p.x + 64 * blockIdx.x, 1024, arrived, 1 << rank);
+    }
+    for (int k = 0; k <= rank; ++k) __syncthreads();
+    if (rank == 1 && i < 32) bulk::sync_first<32>();
+    bulk::wait(arrived, 0);
+    mine[i] = {blockIdx.x, unsigned(rank), unsigned(__shfl_sync(~0u, i, 5)), unsigned(i)};
+    MEET
+    for (int k = 1; k <= cluster; ++k) {
+        const int peer = (rank + k) % cluster;
+        uint4* const out = p.out + (blockIdx.x * cluster + peer) * 128 + i;
+        out[0] = bulk::load_peer(line + i, peer);
+        out[64] = bulk::load_peer(mine + i, peer);
+    }
+    LEAVE
 }
 """,
 }
@@ -275,6 +315,55 @@ def test_sums_are_not_there_before_their_batch_is_waited_for():
     assert (products("f16", "f16", 16, image, (0, 64 * 128, 0, 0, 0), left=1) == 3).all()
 
 
+# -- clusters ---------------------------------------------------------------------------------------------------------
+
+MEET = "bulk::cluster_release(); bulk::cluster_wait();"
+
+
+def clusters(cluster: int, meet: str = MEET, leave: str = MEET, blocks: int = 0) -> tuple[Tensor, Tensor]:
+    """Two clusters, or so many blocks: what each block has found in all blocks of its cluster, and should have."""
+    blocks = blocks or 2 * cluster
+    x = torch.randint(1 << 20, (blocks, 64, 4), dtype=torch.int32)
+    out = torch.zeros(blocks, cluster, 2, 64, 4, dtype=torch.int32)
+    traits = f"#define MEET {meet}\n#define LEAVE {leave}\n"
+    traits += f"struct Traits {{\n    static constexpr int cluster = {cluster};\n}};\n"
+    EmulatedLaunch(jit.Source("clusters.cu", traits), "clusters", None, (blocks,), (64,), pack(2), 1024)(
+        x.data_ptr(), out.data_ptr()
+    )
+    block, thread = torch.arange(blocks)[:, None].expand(-1, 64), torch.arange(64).expand(blocks, -1)
+    lane = thread // 32 * 32 + 5
+    wanted = torch.stack([x, torch.stack([block, block % cluster, lane, thread], -1).int()], 1)
+    return out, wanted.view(-1, 1, cluster, 2, 64, 4).expand(-1, cluster, -1, -1, -1, -1).reshape(out.shape)
+
+
+@pytest.mark.parametrize("leave", [MEET, "if (i >= 32) return;" + MEET])  # who has ended need not come
+@pytest.mark.parametrize("cluster", [1, 2, 4])
+def test_blocks_of_a_cluster_read_each_other(cluster, leave):
+    found, wanted = clusters(cluster, leave=leave)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("meet", ["", "bulk::cluster_arrive();", "__syncthreads();"])
+@pytest.mark.parametrize("cluster", [2, 4])
+def test_blocks_that_do_not_wait_for_each_other(cluster, meet):
+    leave = "bulk::cluster_wait();" + MEET if "arrive" in meet else MEET
+    found, wanted = clusters(cluster, meet, leave)
+    wrong = (found != wanted).unflatten(0, (2, cluster))
+    assert wrong[..., 0, :, :].any((1, 2, 3, 4)).all(), "lines, in both clusters"
+    assert wrong[..., 1, :, :].any((1, 2, 3, 4)).all(), "what blocks write, in both clusters"
+    assert (found[found != wanted] == -1).all()
+
+
+def test_shared_memory_is_overrun_in_one_block_of_a_cluster():
+    with pytest.raises(AssertionError, match="wrote behind"):
+        clusters(2, leave="if (rank == 1) memory[1024] = 0;" + MEET)
+
+
+def test_a_grid_is_whole_clusters():
+    with pytest.raises(AssertionError, match="a grid of 6 blocks is not whole clusters of 4"):
+        clusters(4, blocks=6)
+
+
 # -- what ends a run --------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +417,25 @@ def test_products_that_nobody_waits_for(capfd):
     given = (0, 64 * 128, 0, 0, 0)
     said = fails(capfd, lambda: products("f16", "f16", 16, image, given, left=1, ends=0))
     assert "products that nobody waited for" in said
+
+
+@pytest.mark.parametrize(
+    ("meet", "leave", "message"),
+    [
+        ("bulk::cluster_release();" + MEET, MEET, "arrives at its cluster twice"),
+        ("bulk::cluster_wait();", MEET, "has not arrived"),
+        ("if (rank == 1) bulk::wait(arrived, 1);" + MEET, MEET, "phase does not end"),
+        (MEET, "", "has ended"),
+        (MEET + "bulk::load_peer(memory, cluster);", MEET, "no block of this rank"),
+        (MEET + "bulk::load_peer(memory + 8, 1 - rank);", MEET, "not aligned"),
+        (MEET + "alignas(16) int own[4]; bulk::load_peer(own, 1 - rank);", MEET, "not in shared memory"),
+        ("bulk::arrive(arrived, 1 - rank);", MEET, "an arrival at another block"),
+        ("if (i == 0) bulk::copy_line(line, p.x, 1024, arrived, 3);", MEET, "a copy for other blocks"),
+        ("if (i == 0) bulk::copy_line(line, p.x, 1024, arrived, 1 << rank);", MEET, "a box that nobody waited for"),
+    ],
+)
+def test_clusters_that_are_wrong(capfd, meet, leave, message):
+    assert message in fails(capfd, lambda: clusters(2, meet, leave))
 
 
 @pytest.mark.parametrize(

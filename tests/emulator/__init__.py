@@ -36,6 +36,7 @@ REPLACED = (
     "common/bulk_store.cuh",
     "common/bulk_ring.cuh",
     "common/bulk_windows.cuh",
+    "common/bulk_cluster.cuh",
 )
 """Files of PTX instructions, for which host.h has functions of its own."""
 
@@ -46,18 +47,29 @@ _FLAGS = (
 )  # fmt: skip
 
 
+def _cluster(source: jit.Source) -> int:
+    """The blocks of a cluster, along x: the constant ``cluster`` of a kernel's traits."""
+    found = re.search(r"\bstatic constexpr int cluster = (\d+);", source.traits)
+    return int(found[1]) if found else 1
+
+
 @functools.cache
 def compiled(source: jit.Source, name: str, arch: int = 900) -> ctypes.CDLL:
-    """The kernel and a loop over its blocks as a shared library."""
+    """The kernel and a loop over its clusters as a shared library."""
+    cluster = _cluster(source)
+    assert 1 <= cluster <= 8, f"{name}: {cluster} blocks of a cluster; wanted 8 at most"
     generated = {"traits": source.traits} | dict.fromkeys(REPLACED, "")
     text = jit._inlined(jit.KERNELS / source.file, generated, set())
     text = re.sub(r"^#pragma unroll.*$", "", text, flags=re.MULTILINE)
-    whole = f"""{text}
+    first, find = (f'#include "{HERE / "cluster.h"}"\n', "emulator::find_static();") if cluster > 1 else ("", "")
+    whole = f"""{first}{text}
 #line 1 "emulated"
 static void body(const void* params) {{ {name}(*static_cast<const Params*>(params)); }}
 extern "C" __attribute__((visibility("default"))) int params_size() {{ return sizeof(Params); }}
 extern "C" __attribute__((visibility("default")))
 bool run(const unsigned* grid, const unsigned* block, const void* params, unsigned shared) {{
+    emulator::blocks = {cluster};
+    {find}
     emulator::mark_behind(shared);
     emulator::body = body;
     emulator::given = params;
@@ -65,10 +77,9 @@ bool run(const unsigned* grid, const unsigned* block, const void* params, unsign
     blockDim = {{block[0], block[1], block[2]}};
     for (unsigned z = 0; z < grid[2]; ++z)
         for (unsigned y = 0; y < grid[1]; ++y)
-            for (unsigned x = 0; x < grid[0]; ++x) {{
+            for (unsigned x = 0; x < grid[0]; x += {cluster}) {{
                 blockIdx = {{x, y, z}};
-                memset(emulator::dynamic, 0xff, shared);  // what is not written is NaN
-                emulator::run_block();
+                emulator::run_cluster(shared);
             }}
     std::vector<emulator::Fiber>().swap(emulator::fibers);  // stacks: 64 KB a thread, which other kernels can have
     return emulator::kept_behind(shared);
@@ -170,6 +181,7 @@ class EmulatedLaunch:
     def __init__(
         self, source: jit.Source, name: str, device: object, grid: Sequence[int], block: Sequence[int], params: bytes,
         shared: int = 0, follows: bool = False, maps: Sequence[TensorMap | WindowMap] = (),
+        cluster: int = 1,
     ) -> None:  # fmt: skip
         self._library = compiled(source, name)
         self._library.run.restype = ctypes.c_bool
@@ -180,6 +192,8 @@ class EmulatedLaunch:
         assert -(-len(params) // 8) * 8 == wanted, f"{name}: Params has {wanted} bytes, {len(params)} are packed"
         self._params = bytearray(params)
         three = ctypes.c_uint * 3
+        assert cluster == _cluster(source), f"{name}: launched in clusters of {cluster}, compiled for {_cluster(source)}"
+        assert grid[0] % cluster == 0, f"{name}: a grid of {grid[0]} blocks is not whole clusters of {cluster}"
         self._grid, self._block = three(*(*grid, 1, 1)[:3]), three(*(*block, 1, 1)[:3])
 
     def __call__(self, *pointers: int) -> None:

@@ -1,4 +1,5 @@
-// common/bulk.cuh, bulk_store.cuh, bulk_ring.cuh and bulk_windows.cuh for the emulator. Clusters have one block.
+// common/bulk.cuh, bulk_store.cuh, bulk_ring.cuh, bulk_windows.cuh and bulk_cluster.cuh for the emulator. Blocks of a
+// cluster read each other's shared memory; boxes and arrivals for another block there are none.
 //
 // All is as late as it may be on a GPU, so that a wait that is missing shows: a box comes when somebody waits for its
 // barrier and no thread can go on without it, and until then its place is full of 0xff, which is NaN; a box that is
@@ -50,6 +51,7 @@ struct Coming {
     const Layout* map;          // null: a line
     const unsigned char* line;  // from there
     int first[5], way[3];       // its first element; of windows, the first pixel's first tap, and the way to the tap
+    int block = emulator::inside;  // whose barrier and place they are
 };
 static emulator::List<Coming> coming;
 
@@ -123,18 +125,18 @@ inline void move_windows(const Layout& map, const void* memory, const int (&firs
 inline void ask(const Coming& asked) {
     for (int i = 0; i < coming.count; ++i) {
         const Coming& other = coming.all[i];
-        if (asked.to < other.to + other.bytes && other.to < asked.to + asked.bytes)
+        if (asked.block == other.block && asked.to < other.to + other.bytes && other.to < asked.to + asked.bytes)
             emulator::fail("two boxes come to the same place at the same time");
     }
     memset(asked.to, 0xff, asked.bytes);
     coming.add(asked);
 }
-// What has been asked for with this barrier comes now.
+// What has been asked for with this barrier, of the block inside, comes now.
 inline void come(Barrier& barrier) {
     int kept = 0;
     for (int i = 0; i < coming.count; ++i) {
         const Coming& each = coming.all[i];
-        if (each.barrier != &barrier) {
+        if (each.barrier != &barrier || each.block != emulator::inside) {
             coming.all[kept++] = each;
             continue;
         }
@@ -149,17 +151,24 @@ inline void come(Barrier& barrier) {
 // Of all barriers that threads wait for, the one for which boxes have been asked last: who waits for other boxes alone
 // goes on before those come that others wait for.
 inline bool come() {
-    void* waited[64];
+    constexpr int most = 64 * emulator::most_blocks;
+    struct {
+        void* barrier;
+        int block;
+    } waited[most];
     int count = 0;
-    for (const auto& fiber : emulator::fibers) {
-        if (fiber.done || fiber.waits != 3 || count == 64) continue;
+    for (size_t i = 0; i < emulator::fibers.size(); ++i) {
+        const auto& fiber = emulator::fibers[i];
+        if (fiber.done || fiber.waits != 3 || count == most) continue;
+        const int block = i / emulator::pitch;
         int known = 0;
-        while (known < count && waited[known] != fiber.barrier) ++known;
-        if (known == count) waited[count++] = fiber.barrier;
+        while (known < count && (waited[known].barrier != fiber.barrier || waited[known].block != block)) ++known;
+        if (known == count) waited[count++] = {fiber.barrier, block};
     }
     for (int i = coming.count - 1; i >= 0; --i)
         for (int k = 0; k < count; ++k)
-            if (coming.all[i].barrier == waited[k]) {
+            if (coming.all[i].barrier == waited[k].barrier && coming.all[i].block == waited[k].block) {
+                emulator::enter(waited[k].block);
                 come(*coming.all[i].barrier);
                 return true;
             }
@@ -180,10 +189,13 @@ inline void wait(Barrier& barrier, int parity) {
 }
 inline void arrive(Barrier& barrier) { barrier.arrive(); }
 inline void arrive(Barrier& barrier, int rank) {
-    if (rank) emulator::fail("clusters have one block");
+    if (rank != emulator::inside) emulator::fail("an arrival at another block");
     barrier.arrive();
 }
 
+inline void this_block_alone(int blocks) {
+    if (blocks != 1 << emulator::inside) emulator::fail("a copy for other blocks of the cluster");
+}
 inline void aligned_box(const void* memory) {
     if (reinterpret_cast<uintptr_t>(memory) % 128) emulator::fail("a box is not aligned");
 }
@@ -198,7 +210,7 @@ template <int Axes> inline void bring(void* to, const Map& map, Barrier& barrier
     ask(asked);
 }
 inline void copy(void* to, const Map& map, Barrier& barrier, int blocks, int x, int y) {
-    if (blocks != 1) emulator::fail("clusters have one block");
+    this_block_alone(blocks);
     bring<2>(to, map, barrier, {x, y});
 }
 inline void copy_cube(void* to, const Map& map, Barrier& barrier, int x, int y, int z) {
@@ -212,7 +224,7 @@ inline void copy(void* to, const Map& map, Barrier& barrier, int c, int x, int y
 }
 inline void fetch_map(const Map&) {}
 inline void copy_line(void* to, const void* from, int bytes, Barrier& barrier, int blocks) {
-    if (blocks != 1) emulator::fail("clusters have one block");
+    this_block_alone(blocks);
     if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16)
         emulator::fail("a piece of memory is not aligned");
     ask({&barrier, static_cast<unsigned char*>(to), bytes, nullptr, static_cast<const unsigned char*>(from)});
@@ -288,16 +300,37 @@ inline void stored() {
 
 inline void sync_group(int) { emulator::wait(5); }
 template <int Threads> inline void sync_first() {
-    emulator::some = Threads;
+    emulator::some[emulator::inside] = Threads;
     emulator::wait(4);
 }
-inline void cluster_arrive() {}
-inline void cluster_wait() {}
 
-inline void end_block() {
+inline int cluster_rank() { return emulator::inside; }
+inline void cluster_arrive() {
+    emulator::Fiber& me = emulator::fibers[emulator::current];
+    if (me.arrived != me.waited) emulator::fail("a thread arrives at its cluster twice and has not waited between");
+    ++me.arrived;
+}
+inline void cluster_release() { cluster_arrive(); }
+inline void cluster_wait() {
+    emulator::Fiber& me = emulator::fibers[emulator::current];
+    if (me.arrived == me.waited) emulator::fail("a thread waits for its cluster and has not arrived");
+    ++me.waited;
+    ++emulator::at_cluster;
+    emulator::wait(8);
+}
+inline uint4 load_peer(const void* mine, int rank) {
+    if (rank < 0 || rank >= emulator::blocks) emulator::fail("a cluster has no block of this rank");
+    if (!emulator::running[rank]) emulator::fail("a block whose shared memory is read has ended");
+    if (reinterpret_cast<uintptr_t>(mine) % 16) emulator::fail("a piece of a peer's memory is not aligned");
+    uint4 value;
+    memcpy(&value, emulator::place_of_peer(mine, rank), 16);
+    return value;
+}
+
+inline void end_cluster() {
     if (coming.count) emulator::fail("a box that nobody waited for");
     if (leaving.count) emulator::fail("a box is stored, and nobody waited until it was read");
-    memset(batches, 0, sizeof batches);
+    memset(batches, 0, emulator::fibers.size() * sizeof batches[0]);
 }
 
 }  // namespace bulk

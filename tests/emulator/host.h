@@ -1,6 +1,7 @@
-// A GPU on one CPU core, for checking kernels where there is none: blocks run one after the other, the threads of a
-// block as fibers that change at barriers and shuffles. No speed, no races, no memory model: only the arithmetic and
-// the indices of a kernel, and of what runs beside its threads (boxes, products of a warpgroup) that it is waited for.
+// A GPU on one CPU core, for checking kernels where there is none: clusters of blocks run one after the other, the
+// threads of a cluster as fibers that change at barriers and shuffles. No speed, no races, no memory model: only the
+// arithmetic and the indices of a kernel, and of what runs beside its threads (boxes, products of a warpgroup) that it
+// is waited for.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -22,7 +23,7 @@
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 #define __align__(n) alignas(n)
-#define DYNAMIC_SHARED(name) unsigned char* const name = emulator::dynamic
+#define DYNAMIC_SHARED(name) unsigned char* const name = emulator::dynamic[emulator::inside]
 #define DYNAMIC_SHARED_BOXES(name, boxed) DYNAMIC_SHARED(name)
 
 struct dim3 {
@@ -65,7 +66,7 @@ namespace emulator {
 struct Fiber;
 inline bool ended(const Fiber&);  // the phase that it waits for
 inline bool come();               // boxes that a thread waits for, if there are any
-inline void end_block();          // nothing may be under way any more
+inline void end_cluster();        // nothing may be under way any more
 
 // What is under way. A std::vector took a fifth of a second for each kernel to compile.
 template <class T> struct List {
@@ -76,16 +77,46 @@ template <class T> struct List {
         all[count++] = value;
     }
 };
-constexpr int most_threads = 1024;
+constexpr int most_blocks = 8, most_threads = most_blocks * 1024;  // of a cluster
+
+// The blocks of a cluster, the one whose thread runs, and how many threads of each have not ended. Threads of one block
+// come `pitch` after those of the one before.
+static int blocks = 1, inside, running[most_blocks], pitch;
 
 // Shared memory of a launch. Bytes behind those that it asks for keep a pattern; one that has changed is an error.
 constexpr unsigned most_dynamic = 227 << 10, room = 64 << 10;
-alignas(1024) static unsigned char dynamic[most_dynamic + room];
-inline void mark_behind(unsigned shared) { memset(dynamic + shared, 0xa5, sizeof(dynamic) - shared); }
+alignas(1024) static unsigned char dynamic[most_blocks][most_dynamic + room];
+inline void mark_behind(unsigned shared) {
+    for (int block = 0; block < blocks; ++block) memset(dynamic[block] + shared, 0xa5, sizeof dynamic[0] - shared);
+}
 inline bool kept_behind(unsigned shared) {
-    for (unsigned at = shared; at < sizeof(dynamic); ++at)
-        if (dynamic[at] != 0xa5) return false;
+    for (int block = 0; block < blocks; ++block)
+        for (unsigned at = shared; at < sizeof dynamic[0]; ++at)
+            if (dynamic[block][at] != 0xa5) return false;
     return true;
+}
+
+// Static shared memory is at one place for all blocks of a cluster, and kept elsewhere for those that are not inside.
+// cluster.h finds it; blocks that are alone need not change.
+static unsigned char* static_shared;
+static size_t static_bytes;
+static unsigned char kept[most_blocks][48 << 10];
+inline void enter(int block) {
+    if (block == inside) return;
+    memcpy(kept[inside], static_shared, static_bytes);
+    memcpy(static_shared, kept[block], static_bytes);
+    blockIdx.x += block - inside;
+    inside = block;
+}
+// The same place of another block, from which at most a piece of sixteen bytes is read.
+inline const void* place_of_peer(const void* mine, int rank) {
+    if (rank == inside) return mine;
+    const auto at = reinterpret_cast<uintptr_t>(mine);
+    const auto within = at - reinterpret_cast<uintptr_t>(dynamic[inside]);
+    if (within < sizeof dynamic[0]) return dynamic[rank] + within;
+    const auto place = at - reinterpret_cast<uintptr_t>(static_shared);
+    if (place < static_bytes) return kept[rank] + place;
+    fail("a peer is asked for what is not in shared memory");
 }
 
 // A thread has a stack of its own. swapcontext would ask the kernel for the mask of signals at each switch, which takes
@@ -96,15 +127,16 @@ struct Fiber {
     dim3 at;
     bool begun = false, done = false;
     // 0: no, 1: for the block, 2: for its warp, 3: for a phase of a barrier, 4: for the first `some`, 5: for its
-    // warpgroup, 6: until no other can go on, 7: for the products of its warpgroup
+    // warpgroup, 6: until no other can go on, 7: for the products of its warpgroup, 8: for the cluster
     int waits = 0;
+    int arrived, waited;  // for the cluster, so often
     void* barrier;
     int parity;
     std::unique_ptr<char[]> stack;
 };
 static std::vector<Fiber> fibers;
 static jmp_buf scheduler;
-static int current, some;
+static int current, some[most_blocks], at_cluster;  // the last: how many wait for the cluster
 static void (*body)(const void*);
 static const void* given;
 static std::vector<unsigned long long> exchange;
@@ -117,6 +149,7 @@ inline void wait(int kind) {
 inline void start() {
     body(given);
     fibers[current].done = true;
+    --running[inside];
     _longjmp(scheduler, 1);
 }
 __attribute__((noinline)) static void resume(Fiber& fiber) {
@@ -134,17 +167,32 @@ inline bool released(int kind, int first, int last) {  // all that still run hav
     }
     return any;
 }
-inline void run_block() {
+inline void free_all(int first, int last) {
+    for (int i = first; i < last; ++i) fibers[i].waits = 0;
+}
+// From the first block of the cluster on, which is blockIdx.
+inline void run_cluster(unsigned shared) {
     const int count = blockDim.x * blockDim.y * blockDim.z;
-    fibers.resize(count);
-    exchange.assign(count, 0);
-    for (int i = 0; i < count; ++i) {
+    pitch = blocks == 1 ? count : (count + 127) / 128 * 128;  // so that each block begins with a warpgroup
+    const int all = blocks * pitch;
+    inside = 0;
+    for (int block = 0; block < blocks; ++block) {
+        running[block] = count;
+        memset(dynamic[block], 0xff, shared);  // what is not written is NaN
+        if (blocks > 1) memset(block ? kept[block] : static_shared, 0xff, static_bytes);
+    }
+    fibers.resize(all);
+    exchange.assign(all, 0);
+    for (int i = 0; i < all; ++i) {
         Fiber& f = fibers[i];
-        f.begun = f.done = false;
-        f.waits = 0;
-        f.at.x = i % blockDim.x;
-        f.at.y = i / blockDim.x % blockDim.y;
-        f.at.z = i / blockDim.x / blockDim.y;
+        const int thread = i % pitch;
+        f.begun = false;
+        f.done = thread >= count;
+        f.waits = f.arrived = f.waited = 0;
+        if (f.done) continue;
+        f.at.x = thread % blockDim.x;
+        f.at.y = thread / blockDim.x % blockDim.y;
+        f.at.z = thread / blockDim.x / blockDim.y;
         if (!f.stack) f.stack.reset(new char[64 << 10]);
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack.get();
@@ -152,42 +200,58 @@ inline void run_block() {
         f.context.uc_link = nullptr;
         makecontext(&f.context, start, 0);
     }
+    const bool backwards = blockIdx.x / blocks % 2;  // no block of a cluster may count on another having been first
     for (;;) {
         bool moved = false, left = false;
-        for (current = 0; current < count; ++current) {
-            Fiber& f = fibers[current];
-            if (f.done || f.waits) { left |= !f.done; continue; }
-            threadIdx = f.at;
-            resume(f);
-            moved = true;
-            left |= !f.done;
+        for (int turn = 0; turn < blocks; ++turn) {
+            enter(backwards ? blocks - 1 - turn : turn);
+            const int first = inside * pitch;
+            for (current = first; current < first + count; ++current) {
+                Fiber& f = fibers[current];
+                if (f.done || f.waits) { left |= !f.done; continue; }
+                threadIdx = f.at;
+                resume(f);
+                moved = true;
+                left |= !f.done;
+            }
         }
-        if (!left) return end_block();
+        if (!left) return end_cluster();
         if (moved) continue;
         bool freed = false;
         for (const auto [kind, size] : {std::pair{2, 32}, {5, 128}, {7, 128}})
-            for (int first = 0; first < count; first += size) {
-                const int end = first + size < count ? first + size : count;
+            for (int first = 0; first < all; first += size) {
+                const int end = first + size < all ? first + size : all;
                 if (!released(kind, first, end)) continue;
-                for (int i = first; i < end; ++i) fibers[i].waits = 0;
+                free_all(first, end);
                 freed = true;
             }
-        if (!freed && released(1, 0, count)) {
-            for (auto& f : fibers) f.waits = 0;
-            freed = true;
-        }
-        if (!freed && released(4, 0, some)) {
-            for (int i = 0; i < some; ++i) fibers[i].waits = 0;
-            freed = true;
-        }
-        if (!freed)
+        for (int block = 0; block < blocks && !freed; ++block)
+            if (const int first = block * pitch; released(1, first, first + count)) {
+                free_all(first, first + count);
+                freed = true;
+            }
+        for (int block = 0; block < blocks && !freed; ++block)
+            if (const int first = block * pitch; released(4, first, first + some[block])) {
+                free_all(first, first + some[block]);
+                freed = true;
+            }
+        if (!freed && at_cluster) {
+            int least = 1 << 30;
+            for (const auto& f : fibers)
+                if (!f.done) least = min(least, f.arrived);
             for (auto& f : fibers)
-                if (f.waits == 3 && ended(f)) { f.waits = 0; freed = true; }
+                if (f.waits == 8 && f.arrived == least) { f.waits = 0; --at_cluster; freed = true; }
+        }
+        for (int block = 0; block < blocks && !freed; ++block) {
+            enter(block);
+            for (int i = block * pitch; i < block * pitch + count; ++i)
+                if (fibers[i].waits == 3 && ended(fibers[i])) { fibers[i].waits = 0; freed = true; }
+        }
         // What runs beside the threads: products before boxes, so that boxes that nobody has waited for are not there.
-        for (int i = 0; i < count; ++i)
+        for (int i = 0; i < all; ++i)
             if (!freed && fibers[i].waits == 6) {
                 const int end = (i & ~127) + 128;
-                for (; i < end && i < count; ++i)
+                for (; i < end && i < all; ++i)
                     if (fibers[i].waits == 6) fibers[i].waits = 0;
                 freed = true;
             }
@@ -252,7 +316,7 @@ inline bool emulator::ended(const Fiber& fiber) {
     return int(static_cast<const bulk::Barrier*>(fiber.barrier)->phase) != fiber.parity;
 }
 inline bool emulator::come() { return bulk::come(); }
-inline void emulator::end_block() {
-    tensor::end_block();
-    bulk::end_block();
+inline void emulator::end_cluster() {
+    tensor::end_cluster();
+    bulk::end_cluster();
 }

@@ -8,7 +8,7 @@ struct Fragment {
     const void* row;
 };
 inline Fragment* fragments() {
-    static Fragment all[1024];
+    static Fragment all[emulator::most_threads];
     return all;
 }
 

@@ -135,8 +135,9 @@ inline void compute_but(int left) {
 template <int Left> inline void group_left() { compute_but(Left); }
 template <int Left, int N> inline void group_wait(float (&)[N]) { compute_but(Left); }
 template <class D, int N> inline void group_done(D (&)[N]) {}
-inline void end_block() {
-    for (auto& each : asking) {
+inline void end_cluster() {
+    for (size_t i = 0; i < emulator::fibers.size(); ++i) {
+        auto& each = asking[i];
         if (each.products.count) emulator::fail("products that nobody waited for");
         each.batches = 0;
     }
