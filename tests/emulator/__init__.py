@@ -192,7 +192,9 @@ class EmulatedLaunch:
         assert -(-len(params) // 8) * 8 == wanted, f"{name}: Params has {wanted} bytes, {len(params)} are packed"
         self._params = bytearray(params)
         three = ctypes.c_uint * 3
-        assert cluster == _cluster(source), f"{name}: launched in clusters of {cluster}, compiled for {_cluster(source)}"
+        assert cluster == _cluster(source), (
+            f"{name}: launched in clusters of {cluster}, compiled for {_cluster(source)}"
+        )
         assert grid[0] % cluster == 0, f"{name}: a grid of {grid[0]} blocks is not whole clusters of {cluster}"
         self._grid, self._block = three(*(*grid, 1, 1)[:3]), three(*(*block, 1, 1)[:3])
 

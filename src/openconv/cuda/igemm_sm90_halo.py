@@ -11,7 +11,7 @@ from ..problem import DTYPE_BYTES, Problem
 from . import fusion, group_product, jit
 from .device import CudaDevice
 from .divide import divisor
-from .igemm_sm90_model import FILLED, Estimate, product_cycles
+from .igemm_sm90_model import Estimate, bring_cycles, moved_bytes, product_cycles, result_cycles, wait_cycles
 from .igemm_sm90_windows import phases, steps
 from .igemm_sm90_work import ConvolutionWork, GroupKnobs, factors, stored
 from .launch import TensorMap, pack
@@ -22,6 +22,7 @@ _MOST_COLUMNS = 256  # of a product, and of a box
 _MOST_STAGES = 8
 _MOST_STRIDE = 2
 _MOST_TAPS = 49
+_TEAMS = 150.0  # cycles from one team's products to the next one's
 _KINDS = ("f16", "bf16", "tf32", "i8")
 
 
@@ -223,16 +224,23 @@ class Work(ConvolutionWork):
         """Where the time goes, in cycles of a multiprocessor."""
         tile = self.tile
         slots = max(self.blocks(device), tile.residents) if self.resident else device.threads * tile.residents
-        turns, count = ceil(self.tiles / slots), self.chunks * self.taps
-        inputs = 128 * self.box_lines * self.pitch * len(self.planes) * self.chunks
-        filters = 128 * tile.channels * count / (turns if self.resident else 1)
-        results = (500 + 0.06 * tile.channels * self.columns * self.out / 2) * (1 + 0.3 * len(self.tensors))
+        turns, reads = ceil(self.tiles / slots), len(self.tensors)
+        together = self.taps / len(self.planes)  # steps of a slot
+        inputs = 128 * self.box_lines * self.pitch / together
+        filters = 128 * tile.channels / (turns if self.resident else 1)
+        products = product_cycles(tile.channels, self.columns) * self.slices / 4
+        brought = bring_cycles(
+            (inputs, self.channel_tiles), (filters, self.pixel_tiles), min(self.tiles, slots) / device.threads
+        )
+        waits = wait_cycles(tile.tiles, products + brought, together)
+        if not self.resident:
+            waits = max(waits, wait_cycles(tile.stages, products))
+        results = result_cycles(tile.channels * self.columns * self.out / 2, tensors=reads)
         if tile.teams > 1:  # beside another team's products, but for those of the last tile
-            results = 150 + results / turns
+            results = _TEAMS + results / turns
         return Estimate(
-            tiles=self.tiles, slots=slots, residents=tile.residents, steps=count,
-            products=product_cycles(tile.channels, self.columns) * self.slices / 4,
-            brought=(inputs + filters) / count / FILLED, results=results, bytes=self.problem.min_bytes,
+            tiles=self.tiles, slots=slots, residents=tile.residents, steps=self.chunks * self.taps, products=products,
+            brought=brought, waits=waits, results=results, rounds=float(reads > 0), bytes=moved_bytes(self.problem),
         )  # fmt: skip
 
     # -- for the kernel ---------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""cuda.igemm_sm90, how long a launch takes: tiles, turns and the cycles of a step."""
+"""cuda.igemm_sm90, how long a launch takes: tiles, turns and the cycles of a step. The constants are fitted to what an
+NVIDIA H200 takes; docs/hopper/index.md says how well."""
 
 from __future__ import annotations
 
@@ -8,13 +9,26 @@ from math import ceil, prod
 from ..problem import DTYPE_BYTES, Problem
 from .device import CudaDevice
 
-__all__ = ["FILLED", "Estimate", "cluster_cycles", "moved_bytes", "product_cycles"]
+__all__ = [
+    "Estimate", "bring_cycles", "cluster_cycles", "moved_bytes", "product_cycles", "result_cycles", "wait_cycles",
+]  # fmt: skip
 
-FILLED = 55.0  # bytes a cycle that boxes bring to a multiprocessor, most of them from the second-level cache
-_START = 4000.0  # cycles until the first boxes have come
-_LAUNCH = 2e-6
-_FAST, _SLOW = 1.7e9, 1.53e9  # cycles a second: of short launches, and where power is the limit
-_LONG = 100e-6  # what is no short launch
+_CLOCK = 1.755e9  # cycles a second
+_START = 6.2e-6  # of a launch, until its first boxes have come, and of the last results
+_BETWEEN = 1.1  # of products, what lies between them
+_PORT = 113.0  # bytes a cycle that a multiprocessor takes
+_CACHE = 73.0  # and that the second-level cache gives for each multiprocessor, if all ask
+_WAY = 1420.0  # cycles from asking for a box until it has come
+_ISSUE = 235.0  # cycles, the fewest of a step
+_RESULT = 0.053  # cycles of two bytes of results: registers, a box, memory
+_SWAPPED = 0.92  # of that, where channels are rows
+_APART = 2.3  # of that, where threads store results
+_READ = 2.3  # of that, what a tensor or other result of an epilogue takes besides
+_PLACE = 2650.0  # cycles that a tensor's box keeps its place: it comes, and results leave from there
+_BESIDE = 0.27  # of the shorter of computing and memory, what does not go on beside the longer
+_MEET, _TOLD = 700.0, 10.5  # cycles until all blocks of a cluster are there; bytes a cycle from one to the others
+_SECOND = 2.5e-6  # of a second kernel
+_STORED = 1.5  # sums that have just been stored come sooner than memory
 
 
 def product_cycles(rows: int, columns: int, promoted: bool = False) -> float:
@@ -22,15 +36,35 @@ def product_cycles(rows: int, columns: int, promoted: bool = False) -> float:
     many as it has columns, 4096 operations of f16 a cycle and as many bytes of any type, or what shared memory takes to
     give both operands, at 128 bytes a cycle."""
     each = max(columns / 2, (64 + columns) * 32 / 128)
-    cycles = 4 * rows / 64 * each * 1.03
+    cycles = 4 * rows / 64 * each * _BETWEEN
     # A step's sums are added up by CUDA cores, each of which does 32 lanes of a warp in a cycle, while products wait.
     return cycles + (rows * columns / 128 + 60 if promoted else 0)
 
 
-def cluster_cycles(blocks: int, results: int) -> float:
-    """Cycles in which the blocks of a cluster add up their sums of a tile: two barriers, and each block's sums on their
-    way through the memory of others."""
-    return 1500 + 4 * results * (blocks - 1) / blocks / 25 if blocks > 1 else 0.0
+def bring_cycles(first: tuple[float, int], second: tuple[float, int], busy: float) -> float:
+    """Cycles in which a step's boxes come: for each operand its bytes, and how many tiles side by side read the same.
+    The cache gives two neighbours at once what both ask for. ``busy`` is the share of multiprocessors that ask."""
+    whole = first[0] + second[0]
+    apart = sum(bytes_ / min(2, tiles) for bytes_, tiles in (first, second))
+    return whole / _PORT + apart * min(1.0, busy) / _CACHE
+
+
+def wait_cycles(stages: int, step: float, together: float = 1.0) -> float:
+    """The fewest cycles from a block's step to the next: a stage is asked for, comes, and is multiplied, which takes a
+    ``step``, before it is asked for again. ``together`` steps share one."""
+    return (_WAY / together + step) / stages
+
+
+def result_cycles(results: float, swapped: bool = False, apart: bool = False, tensors: int = 0) -> float:
+    """Cycles behind the last product of a tile, by the pairs of bytes that it has as results."""
+    return _RESULT * results * (_SWAPPED if swapped else 1) * (_APART if apart else 1) * (1 + _READ * tensors)
+
+
+def cluster_cycles(blocks: int, results: int, boxes: int) -> tuple[float, float]:
+    """Cycles in which the blocks of a cluster add up their sums of a tile, until the last of them has come and the sums
+    of all others to that with the most of the ``boxes``; and the share that this one has."""
+    share = ceil(boxes / blocks) / boxes
+    return (_MEET + 4 * results * share * (blocks - 1) / _TOLD if blocks > 1 else 0.0), share
 
 
 def moved_bytes(problem: Problem) -> float:
@@ -43,7 +77,10 @@ def moved_bytes(problem: Problem) -> float:
 @dataclass(frozen=True)
 class Estimate:
     """Of one launch: ``tiles`` over ``slots``, of which each multiprocessor has ``residents``; ``steps`` of a tile, and
-    what one takes to multiply and to be brought; what a tile's ``results`` take; the ``bytes`` that memory moves."""
+    what one takes to multiply and to be brought; what a tile's ``results`` take; the ``bytes`` that memory moves.
+
+    A block's own steps are ``waits`` cycles apart at least. Boxes of an epilogue's tensors come ``rounds`` times to
+    each of their places in a tile. A second kernel moves ``added`` bytes to add up sums."""
 
     tiles: int
     slots: int
@@ -53,6 +90,9 @@ class Estimate:
     brought: float
     results: float
     bytes: float
+    waits: float
+    rounds: float = 0.0
+    added: float = 0.0
 
     @property
     def turns(self) -> int:
@@ -60,11 +100,13 @@ class Estimate:
 
     @property
     def step(self) -> float:
-        return max(self.products, self.brought)
+        """Of a multiprocessor."""
+        return max(self.products, self.brought, _ISSUE)
 
     def turn(self, blocks: int) -> float:
-        """Cycles of blocks side by side on a multiprocessor: steps take turns, results leave beside another's steps."""
-        return max(blocks * self.steps * self.step, self.steps * 280) + self.results
+        """Cycles of blocks side by side on a multiprocessor, which take turns with their steps."""
+        behind = self.results + _PLACE * max(0.0, self.rounds - 1)
+        return max(self.steps * max(blocks * self.step, self.waits) + behind, _PLACE * self.rounds * blocks)
 
     @property
     def cycles(self) -> float:
@@ -72,22 +114,28 @@ class Estimate:
         busy = full * self.turn(self.residents)
         if rest:
             busy += self.turn(ceil(rest / (self.slots // self.residents)))
-        return _START + busy
+        return busy
+
+    def _second(self, device: CudaDevice) -> float:
+        """What adds up sums."""
+        return _SECOND + self.added / (_STORED * device.bandwidth) if self.added else 0.0
 
     def seconds(self, device: CudaDevice) -> float:
-        busy = self.cycles / _FAST
-        if busy > _LONG:
-            busy = self.cycles / _SLOW
-        memory = 3e-6 + self.bytes / device.bandwidth
-        return _LAUNCH + max(busy, memory) + 0.15 * min(busy, memory)
+        busy, memory = self.cycles / _CLOCK, self.bytes / device.bandwidth
+        return _START + max(busy, memory) + _BESIDE * min(busy, memory) + self._second(device)
 
     def reasons(self, device: CudaDevice) -> str:
         """The same in words, for ``explain``."""
-        limit = "products" if self.products >= self.brought else "bringing boxes"
-        memory, busy = self.bytes / device.bandwidth * 1e6, self.cycles / _FAST * 1e6
+        limits = {
+            "products": self.products, "bringing boxes": self.brought, "what asks for them": _ISSUE,
+            "the way to stages": self.waits,
+        }  # fmt: skip
+        limit = max(limits, key=limits.__getitem__)
+        memory, busy = self.bytes / device.bandwidth * 1e6, self.cycles / _CLOCK * 1e6
+        added = f", and {self._second(device) * 1e6:.1f} us to add up sums" if self.added else ""
         return (
             f"{self.tiles} tiles on {self.slots} places take {self.turns} turns, the last with "
-            f"{self.tiles - (self.turns - 1) * self.slots}; {self.steps:.0f} steps of {self.step:.0f} cycles, bound by "
-            f"{limit} ({self.products:.0f} to multiply, {self.brought:.0f} to bring); {_START:.0f} cycles to start, "
-            f"{self.results:.0f} for results; {busy:.1f} us, and {memory:.1f} us for memory alone"
+            f"{self.tiles - (self.turns - 1) * self.slots}; {self.steps:.0f} steps of {limits[limit]:.0f} cycles, "
+            f"bound by {limit} ({self.products:.0f} to multiply, {self.brought:.0f} to bring); {self.results:.0f} for "
+            f"results; {_START * 1e6:.1f} us to start, {busy:.1f} us for tiles, {memory:.1f} us for memory{added}"
         )

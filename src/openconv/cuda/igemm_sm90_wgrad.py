@@ -11,7 +11,15 @@ from ..problem import DTYPE_BYTES, Problem
 from . import group_product, igemm_sm90_windows, jit, render
 from .device import CudaDevice
 from .divide import divisor
-from .igemm_sm90_model import FILLED, Estimate, cluster_cycles, moved_bytes, product_cycles
+from .igemm_sm90_model import (
+    Estimate,
+    bring_cycles,
+    cluster_cycles,
+    moved_bytes,
+    product_cycles,
+    result_cycles,
+    wait_cycles,
+)
 from .igemm_sm90_work import GroupKnobs, GroupWork
 from .launch import TensorMap, WindowMap, pack
 
@@ -61,16 +69,6 @@ def refusals(problem: Problem) -> Iterator[str]:
 def _forward(problem: Problem) -> Problem:
     """The pass whose windows are the same."""
     return problem.with_(direction="fprop")
-
-
-@dataclass(frozen=True)
-class _Parted(Estimate):
-    """With the bytes of sums that another kernel reads behind it."""
-
-    read: float
-
-    def seconds(self, device: CudaDevice) -> float:
-        return super().seconds(device) + self.read / device.bandwidth
 
 
 class Work(GroupWork):
@@ -127,13 +125,21 @@ class Work(GroupWork):
         problem, tile = self.problem, self.tile
         columns = 64 * tile.boxes
         products = tile.beside * product_cycles(tile.rows, columns // tile.beside) * tile.depth / 64
+        row = 128 * tile.depth
         # Boxes behind the last do not come.
-        asked = tile.rows // 64 + self.columns / self.column_tiles
-        sums = 4.0 * tile.splits * prod(problem.w_shape) if self.parted else 0.0
-        return _Parted(
+        brought = bring_cycles(
+            (row * self.columns / self.column_tiles, self.row_tiles), (row * tile.rows // 64, self.column_tiles),
+            self.tiles * tile.cluster / device.threads,
+        )  # fmt: skip
+        told, share = cluster_cycles(tile.cluster, tile.rows * columns, tile.blocks * tile.boxes // tile.beside)
+        results = prod(problem.w_shape)
+        sums, added = 4 * tile.splits * results, DTYPE_BYTES[problem.result_dtype] * results
+        return Estimate(
             tiles=self.tiles, slots=self.slots(device), residents=tile.residents,
-            steps=self.steps / (tile.splits * tile.cluster), products=products, brought=128 * tile.depth * asked / FILLED,
-            results=500 + 0.03 * tile.rows * columns * self.out + cluster_cycles(tile.cluster, tile.rows * columns), bytes=moved_bytes(problem) + sums, read=sums,
+            steps=self.steps / (tile.splits * tile.cluster), products=products, brought=brought,
+            waits=wait_cycles(tile.stages, products + brought),
+            results=told + result_cycles(tile.rows * columns * self.out / 2 * share),
+            bytes=moved_bytes(problem) + self.parted * sums, added=self.parted * (sums + added),
         )  # fmt: skip
 
     # -- for the kernel ---------------------------------------------------------------------------------------------
@@ -238,7 +244,9 @@ def _staged(problem: Problem, device: CudaDevice, tile: Filters) -> Iterator[Fil
         return
     whole = replace(tile, stages=stages)
     yield whole
-    for blocks in (2, 4, 8) if tile.residents == 1 and 256 * tile.rows * tile.boxes <= stages * bare.stage_bytes else ():
+    for blocks in (
+        (2, 4, 8) if tile.residents == 1 and 256 * tile.rows * tile.boxes <= stages * bare.stage_bytes else ()
+    ):
         if bare.each * blocks > 2 * device.threads:
             continue
         shared = Work(problem, replace(tile, cluster=blocks)) if blocks <= bare.steps else bare

@@ -13,7 +13,15 @@ from . import fusion, group_product, jit
 from .channels_last import Turn
 from .device import CudaDevice
 from .divide import divisor
-from .igemm_sm90_model import FILLED, Estimate, cluster_cycles, moved_bytes, product_cycles
+from .igemm_sm90_model import (
+    Estimate,
+    bring_cycles,
+    cluster_cycles,
+    moved_bytes,
+    product_cycles,
+    result_cycles,
+    wait_cycles,
+)
 from .igemm_sm90_work import ConvolutionWork, GroupKnobs, stored
 from .launch import TensorMap, WindowMap, pack
 
@@ -220,15 +228,31 @@ class Work(ConvolutionWork):
         """Where the time goes, in cycles of a multiprocessor."""
         problem, tile = self.problem, self.tile
         rows, columns = (tile.channels, tile.pixels) if tile.swapped else (tile.pixels, tile.channels)
-        terms = sum(phase.terms for phase in self.phases) / len(self.phases)
-        reads = 1 + 0.3 * (len(self.tensors) + self.also)
+        slots, reads = self.slots(device), len(self.tensors) + self.also
+        products = product_cycles(rows, columns, self.promoted) * self.slices / 4
+        windows, filters = (128 * tile.pixels, self.channel_tiles), (128 * tile.channels, self.pixel_tiles)
+        brought = bring_cycles(windows, filters, self.tiles * tile.cluster / device.threads)
+        results = prod(problem.result_shape)
+        sums, added = 4 * tile.splits * results, DTYPE_BYTES[problem.result_dtype] * results
+        boxes = tile.blocks * (tile.pixels // tile.box if tile.swapped else tile.channels // 64)
+        told, share = cluster_cycles(tile.cluster, rows * columns, boxes)
+        stored = result_cycles(rows * columns * self.out / 2 * share, tile.swapped, self.apart, reads)
         return Estimate(
-            tiles=self.tiles, slots=self.slots(device), residents=tile.residents,
-            steps=terms * self.chunks / (tile.splits * tile.cluster),
-            products=product_cycles(rows, columns, self.promoted) * self.slices / 4,
-            brought=self.stage_bytes / FILLED, results=(500 + 0.06 * rows * columns * self.out / 2) * reads + cluster_cycles(tile.cluster, rows * columns),
-            bytes=moved_bytes(problem) + (8 * tile.splits * prod(problem.result_shape) if self.parted else 0),
+            tiles=self.tiles, slots=slots, residents=tile.residents, steps=self._turn_steps(slots), products=products,
+            brought=brought, waits=wait_cycles(tile.stages, products + brought),
+            results=told + stored,
+            bytes=moved_bytes(problem) + self.parted * sums, added=self.parted * (sums + added),
+            rounds=boxes * share / tile.buffers if reads and not self.apart else 0.0,
         )  # fmt: skip
+
+    def _turn_steps(self, slots: int) -> float:
+        """Of the block that has the most: one in each turn, of the first tile's phase."""
+        slots, each = min(slots, self.tiles), self.tiles // len(self.phases)
+        firsts = (
+            (ceil((at + 1) * each / slots) - ceil(at * each / slots)) * phase.terms
+            for at, phase in enumerate(self.phases)
+        )
+        return sum(firsts) * self.chunks / (self.tile.splits * self.tile.cluster) / ceil(self.tiles / slots)
 
     # -- for the kernel ---------------------------------------------------------------------------------------------
 

@@ -93,12 +93,11 @@ class GroupWork(ABC):
         return self.turned is not None or any(turned_inputs(self.problem))
 
     def slots(self, device: CudaDevice) -> int:
-        """Tiles that can be at work at a time. Multiprocessors come in sixteens, and some pairs more, which clusters do
-        not reach across: 132 hold 66 clusters of two blocks, 32 of four, 16 of eight."""
-        if (blocks := self.tile.cluster) == 1:
-            return device.threads * int(self.tile.residents)
-        sixteens, pairs = device.threads // 16, device.threads % 16 // 2
-        return max(1, (sixteens * (16 // blocks) + pairs * (2 // blocks)) * int(self.tile.residents))
+        """Tiles that can be at work at a time. Clusters do not reach across the groups that multiprocessors come in,
+        which are not all alike: of more than two blocks, fewer run at a time than multiprocessors would hold."""
+        blocks = int(self.tile.cluster)
+        every = device.threads * int(self.tile.residents) // blocks
+        return every if blocks <= 2 else max(1, every * 11 // 12)
 
     def blocks(self, device: CudaDevice) -> int:
         """As many as run at a time, at most one for each tile, or a cluster."""
