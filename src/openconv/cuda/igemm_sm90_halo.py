@@ -60,16 +60,16 @@ class _Way:
     taps: tuple[int, ...]
     offsets: tuple[int, ...]
 
-    @property
+    @cached_property
     def corner(self) -> int:
         return min(self.offsets)
 
-    @property
+    @cached_property
     def span(self) -> int:
         """From the first tap to the last."""
         return max(self.offsets) - self.corner
 
-    @property
+    @cached_property
     def pitch(self) -> int:
         """The least from line to line. Pixels read ``reach`` of a line; what of it lies behind the pitch is taken from
         the beginning of the next one. That is right if both are padding: the image has ended before, and the next line
@@ -85,7 +85,7 @@ class Plane:
     down: _Way
     right: _Way
 
-    @property
+    @cached_property
     def taps(self) -> tuple[tuple[int, int, int, int], ...]:
         """Each tap's place in the filter, and how many lines and pixels of the plane it is behind the corner."""
         return tuple(
@@ -165,7 +165,7 @@ class Work(ConvolutionWork):
         self.resident = tile.stages == 0
         self.stages = tile.stages or self.chunks * self.taps
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """Of a product: all pixels of a tile, and those behind the ends of its lines."""
         by = 16 if self.total == "int" else 8

@@ -76,7 +76,7 @@ class GroupWork(ABC):
     def sums(self) -> int:
         """Of a thread and product."""
 
-    @property
+    @cached_property
     def room(self) -> int:
         """Bytes that a block could have besides."""
         return min(_SHARED, _MULTIPROCESSOR // self.tile.residents - 1024) - self.shared - self.static
