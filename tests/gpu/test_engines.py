@@ -33,7 +33,8 @@ ENGINES = [engine for engine in engines() if engine.device == "cuda"]
 each_engine = pytest.mark.parametrize("engine", ENGINES, ids=[engine.name for engine in ENGINES])
 FLOATS = ("f32", "f16", "bf16", "f64")
 FORWARD_ONLY = ("cuda.patch_rows", "cuda.patches")
-OF_ITS_OWN = ("cuda.pixels", "cuda.split")  # they take none of the shared problems: tests/gpu has a file for each
+# They take none of the shared problems, or too few: tests/gpu has a file for each.
+OF_ITS_OWN = ("cuda.igemm_sm90", "cuda.pixels", "cuda.split")
 # Kernels are compiled for each problem: tests in parts are shared out evenly between processes.
 PARTS = 4
 each_part = pytest.mark.parametrize("part", range(PARTS))
@@ -93,7 +94,9 @@ def test_every_epilogue_is_right(engine, epilogue):
         :: 7 * sparse(engine)
     ]:
         if problem.epilogue.is_identity:
-            check_plan(Problem.parse(f"{problem} {epilogue}"), engine=engine.name)
+            fused = Problem.parse(f"{problem} {epilogue}")
+            if engine.name != "cuda.phases" or accepts(engine, fused):  # not where a phase has no taps
+                check_plan(fused, engine=engine.name)
 
 
 @each_engine
