@@ -54,7 +54,10 @@ def check(text: str, tile: Windows) -> None:
 def few(monkeypatch):
     """Three multiprocessors: blocks take several tiles, boxes of the next come while results of the last leave."""
     device = replace(device_for("sm_90a"), threads=3)
-    monkeypatch.setattr(windows.Work, "blocks", lambda work, _: min(work.tiles, device.threads * work.tile.residents))
+    monkeypatch.setattr(
+        windows.Work, "blocks",
+        lambda work, _: min(work.tiles, device.threads * work.tile.residents) * work.tile.cluster,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("direction", ["fprop", "dgrad"])
@@ -194,15 +197,29 @@ def test_what_it_refuses(text, words):
     assert words in refusal(ENGINE, Problem.parse(text))
 
 
-def test_runs_only_where_it_is_named():
-    problem = Problem.parse("fprop n64 c256 h14 w14 k256 r3 s3 pad1 f16 nhwc")
-    device = device_for("sm_90a")
-    accepted, refused = rank(problem, device, Policy(tuning="off"))
-    assert ENGINE.name not in [each.engine.name for each in accepted]
-    reasons = next(r.reasons for r in refused if r.engine.name == ENGINE.name)
-    assert reasons[0].startswith("it has not passed its tests")
-    named = rank(problem, device, Policy(tuning="off", engine=ENGINE.name))[0]
-    assert [each.engine.name for each in named] == [ENGINE.name]
+def test_is_chosen_where_products_are_the_limit():
+    for text in ("n64 c256 h14 w14 k256 r3 s3 pad1", "n1 c512 h7 w7 k512 r3 s3 pad1"):
+        for direction in ("fprop", "dgrad", "wgrad"):
+            problem = Problem.parse(f"{direction} {text} f16 nhwc")
+            accepted, _ = rank(problem, device_for("sm_90a"), Policy(tuning="off"))
+            assert accepted[0].engine.name == ENGINE.name
+
+
+# Blocks of a cluster that have sums of several boxes each, of one, and of none; a tensor of the epilogue; phases.
+CLUSTERS = (
+    ("fprop n2 c200 h9 w9 k72 r3 s3 pad1 f16 nhwc +bias+residual+relu", Windows(64, 64, 1, 1, 3, 2, True, cluster=2)),
+    ("fprop n2 c200 h9 w9 k136 r1 s1 f16 nhwc", Windows(128, 128, 2, 1, 3, 2, cluster=4)),
+    ("fprop n2 c264 h5 w5 k72 r3 s3 pad1 f16 nhwc +bias", Windows(96, 128, 2, 1, 4, 2, True, cluster=8)),
+    ("dgrad n2 c72 h9 w9 k520 r3 s3 stride2 pad1 f16 nhwc", Windows(64, 64, 1, 1, 3, 2, cluster=2)),
+    ("fprop n2 c128 h9 w9 k80 r3 s3 pad1 i8*i8>i32 nhwc", Windows(64, 64, 1, 1, 3, 2, cluster=2)),
+    ("fprop n2 c600 h5 w5 k72 r1 s1 bf16 nhwc", Windows(64, 64, 1, 1, 3, 2, cluster=2, splits=2)),
+)
+
+
+@pytest.mark.parametrize("text, tile", CLUSTERS)
+def test_right_in_clusters(text, tile, few):
+    problem = Problem.parse(text)
+    check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, tile))
 
 
 def test_says_where_time_goes():

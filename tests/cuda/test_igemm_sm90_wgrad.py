@@ -56,7 +56,11 @@ SHAPES = (
 def few(monkeypatch):
     """Three multiprocessors: blocks take several tiles, boxes of the next come while results of the last leave."""
     device = replace(device_for("sm_90a"), threads=3)
-    monkeypatch.setattr(wgrad.Work, "blocks", lambda work, _: min(work.tiles, device.threads * work.tile.residents))
+    monkeypatch.setattr(
+        wgrad.Work,
+        "blocks",
+        lambda work, _: min(work.tiles, device.threads * work.tile.residents) * work.tile.cluster,
+    )
 
 
 def check(text: str, tile: Filters) -> None:
@@ -81,6 +85,18 @@ def test_right_in_splits(splits, few):
     """Steps that are no multiple of the splits, groups whose sums lie side by side."""
     check("wgrad n3 c64 h10 w11 k64 r1 s3 pad1 f16 nhwc", replace(TILE, splits=splits))
     check("wgrad n3 c32 h10 w11 k48 r1 s3 pad1 g2 bf16 nhwc", replace(TILES[2], splits=splits))
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Filters(128, 3, 2, 1, 1, 32, 8, cluster=2, splits=2), Filters(64, 2, 1, 1, 1, 16, 8, cluster=8),
+        Filters(128, 2, 1, 1, 2, 32, 6, cluster=4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_right_in_clusters(tile, few):
+    check("wgrad n4 c72 h9 w9 k136 r3 s3 pad1 f16 nhwc", tile)
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -181,7 +181,7 @@ class EmulatedLaunch:
     def __init__(
         self, source: jit.Source, name: str, device: object, grid: Sequence[int], block: Sequence[int], params: bytes,
         shared: int = 0, follows: bool = False, maps: Sequence[TensorMap | WindowMap] = (),
-        cluster: int = 1,
+        cluster: int | None = None,
     ) -> None:  # fmt: skip
         self._library = compiled(source, name)
         self._library.run.restype = ctypes.c_bool
@@ -192,9 +192,8 @@ class EmulatedLaunch:
         assert -(-len(params) // 8) * 8 == wanted, f"{name}: Params has {wanted} bytes, {len(params)} are packed"
         self._params = bytearray(params)
         three = ctypes.c_uint * 3
-        assert cluster == _cluster(source), (
-            f"{name}: launched in clusters of {cluster}, compiled for {_cluster(source)}"
-        )
+        given, cluster = cluster, _cluster(source)
+        assert given in (None, cluster), f"{name}: launched in clusters of {given}, compiled for {cluster}"
         assert grid[0] % cluster == 0, f"{name}: a grid of {grid[0]} blocks is not whole clusters of {cluster}"
         self._grid, self._block = three(*(*grid, 1, 1)[:3]), three(*(*block, 1, 1)[:3])
 

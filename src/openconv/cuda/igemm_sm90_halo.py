@@ -266,7 +266,7 @@ class Work(ConvolutionWork):
     def params(self) -> bytes:
         problem, (height, width) = self.problem, self.results
         right = (1, *problem.filter)[-1]
-        narrow = [self.tiles, *divisor(self.channel_tiles), *divisor(problem.groups)]
+        narrow = [self.tiles, *divisor(self.channel_tiles), problem.groups]
         narrow += [self.chunks, self.depth_channels, self.out_channels]
         narrow += [width, height, *divisor(self.bands)]
         narrow += [plane.right.remainder * self.depth_channels * problem.groups for plane in self.planes]

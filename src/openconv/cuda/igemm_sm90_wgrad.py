@@ -20,7 +20,7 @@ from .igemm_sm90_model import (
     result_cycles,
     wait_cycles,
 )
-from .igemm_sm90_work import GroupKnobs, GroupWork
+from .igemm_sm90_work import CLUSTERS, GroupKnobs, GroupWork
 from .launch import TensorMap, WindowMap, pack
 
 __all__ = ["Filters", "Work", "refusals", "tiles", "work"]
@@ -37,8 +37,8 @@ class Filters(GroupKnobs):
     """A tile is ``rows`` filters by ``boxes`` times 64 columns, each box of one tap. Of its ``groups`` of four warps,
     each multiplies ``blocks`` times 64 rows; ``beside`` groups have the same rows and divide the boxes. A step is
     ``depth`` pixels; ``stages`` of them are on their way, ``buffers`` boxes of results have a place for each group,
-    ``splits`` tiles share a result's pixels, a multiprocessor has ``residents`` blocks, and ``cluster`` blocks share the
-    pixels of a tile."""
+    ``splits`` tiles share a result's pixels, a multiprocessor has ``residents`` blocks, and ``cluster`` blocks share
+    the pixels of a tile."""
 
     rows: int
     boxes: int
@@ -244,15 +244,10 @@ def _staged(problem: Problem, device: CudaDevice, tile: Filters) -> Iterator[Fil
         return
     whole = replace(tile, stages=stages)
     yield whole
-    for blocks in (
-        (2, 4, 8) if tile.residents == 1 and 256 * tile.rows * tile.boxes <= stages * bare.stage_bytes else ()
-    ):
-        if bare.each * blocks > 2 * device.threads:
-            continue
-        shared = Work(problem, replace(tile, cluster=blocks)) if blocks <= bare.steps else bare
-        for splits in sorted({1, max(1, shared.slots(device) // bare.each)}):
-            if splits * blocks * _FEWEST_STEPS <= bare.steps and 4 * splits * prod(problem.w_shape) <= _MOST_WORKSPACE:
-                yield replace(whole, cluster=blocks, splits=splits)
+    if tile.residents == 1 and 256 * tile.rows * tile.boxes <= stages * bare.stage_bytes:  # sums lie where the ring was
+        for blocks in CLUSTERS:
+            if bare.each * blocks <= device.threads and blocks * _FEWEST_STEPS <= bare.steps:
+                yield replace(whole, cluster=blocks)
     slots, most = device.threads * tile.residents, min(bare.steps // _FEWEST_STEPS, _MOST_SPLITS)
     for count in sorted({min(waves * slots // bare.each, most) for waves in (1, 2, 3, 4)}):
         if count > 1 and 4 * count * prod(problem.w_shape) <= _MOST_WORKSPACE:

@@ -22,7 +22,7 @@ from .igemm_sm90_model import (
     result_cycles,
     wait_cycles,
 )
-from .igemm_sm90_work import ConvolutionWork, GroupKnobs, stored
+from .igemm_sm90_work import CLUSTERS, ConvolutionWork, GroupKnobs, stored
 from .launch import TensorMap, WindowMap, pack
 
 __all__ = ["Phase", "Windows", "Work", "phases", "refusals", "steps", "tiles", "work"]
@@ -269,9 +269,9 @@ class Work(ConvolutionWork):
     def constants(self) -> dict[str, int | bool | str]:
         tile = self.tile
         return {
-            **super().constants, "rank": 0 if self.flat else self.problem.rank, "swapped": tile.swapped, "pixels": tile.pixels,
-            "stages": tile.stages, "buffers": tile.buffers, "box": tile.box, "filters": self.order,
-            "phases": len(self.phases), "promoted": self.promoted,
+            **super().constants, "rank": 0 if self.flat else self.problem.rank, "swapped": tile.swapped,
+            "pixels": tile.pixels, "stages": tile.stages, "buffers": tile.buffers, "box": tile.box,
+            "filters": self.order, "phases": len(self.phases), "promoted": self.promoted,
             "barren": not all(phase.terms for phase in self.phases),
         }  # fmt: skip
 
@@ -390,9 +390,9 @@ def _staged(problem: Problem, device: CudaDevice, tile: Windows) -> Iterator[Win
     yield whole
     if problem.stats:
         return
-    for blocks in (2, 4, 8) if tile.residents == 1 else ():
+    for blocks in CLUSTERS:
         shared = replace(whole, cluster=blocks)
-        if Work(problem, shared).fits and bare.each * len(bare.phases) * blocks < 2 * device.threads:
+        if tile.residents == 1 and bare.tiles * blocks <= device.threads and Work(problem, shared).fits:
             yield shared
     if bare.apart or problem.epilogue.also:
         return

@@ -14,16 +14,18 @@ from .channels_last import Turn, turned_inputs
 from .device import CudaDevice
 from .launch import TensorMap, pack
 
-__all__ = ["ConvolutionWork", "GroupKnobs", "GroupWork", "factors", "stored"]
+__all__ = ["CLUSTERS", "ConvolutionWork", "GroupKnobs", "GroupWork", "factors", "stored"]
 
 _SHARED = 227 << 10  # bytes of a block
 _MULTIPROCESSOR = 228 << 10  # of all blocks, with 1024 that each takes besides its own
 _SMALL = ("e4m3", "e5m2")
+CLUSTERS = (2, 4, 8)
+"""Blocks that may share the steps of a tile."""
 
 
 class GroupKnobs(Knobs):
-    """Blocks of ``groups`` that multiply and four warps that copy, ``residents`` of them on a multiprocessor; ``cluster``
-    blocks share the steps of a tile."""
+    """Blocks of ``groups`` that multiply and four warps that copy, ``residents`` of them on a multiprocessor;
+    ``cluster`` blocks share the steps of a tile."""
 
     groups: int
     residents: int

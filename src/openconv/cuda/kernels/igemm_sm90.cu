@@ -54,7 +54,7 @@ constexpr int threads = 128 * groups + 128, depth = 128 / sizeof(A);
 constexpr int rows = swapped ? channels : pixels, columns = swapped ? pixels : channels, sums = columns / 2;
 constexpr int window_bytes = pixels * 128, stage_bytes = window_bytes + channels * 128;
 constexpr int along = swapped ? pixels / box : channels / 64, boxes = blocks * along;  // of a group's results
-constexpr int each = swapped ? box / 2 : 32;                      // of a thread's sums, those of a box
+constexpr int each = swapped ? box / 2 : 32;  // of a thread's sums, those of a box
 constexpr int box_bytes = box * 64 * results::size, buffer_bytes = box_bytes * results::boxes;
 constexpr int pointers = Epilogue::count + results::also, mapped = results::tensors + results::also;
 constexpr int listed = swapped ? pixels : 64 * blocks;  // pixels that a group stores
@@ -365,8 +365,9 @@ struct Totals {
             const int channel = tile.channel + ((swapped ? group * blocks : 0) + set) * 64 + 2 * lane;
             if (channel < p.out_channels)
                 *reinterpret_cast<Pack<float, 4>*>(
-                    static_cast<float*>(p.sums) + ((part * p.conv_groups.value + tile.group) * p.out_channels + channel) *
-                                                      2) = {of[set][0][0], of[set][0][1], of[set][1][0], of[set][1][1]};
+                    static_cast<float*>(p.sums) +
+                    ((part * p.conv_groups.value + tile.group) * p.out_channels + channel) * 2) = {
+                    of[set][0][0], of[set][0][1], of[set][1][0], of[set][1][1]};
         }
     }
 };
@@ -478,8 +479,7 @@ igemm_sm90(const __grid_constant__ Params p) {
             multiply_promoted(sum, operands, tile.steps, turn, full, empty, lane == 0);
         else
             multiply(sum, operands, tile.steps, turn, full, empty, lane == 0);
-        if constexpr (peers > 1)
-            cluster::add_up<peers, 128 * groups, boxes, each>(sum[0], ring, group, mine.rank);
+        if constexpr (peers > 1) cluster::add_up<peers, 128 * groups, boxes, each>(sum[0], ring, group, mine.rank);
         of_channels.put(vectors);
         if ((Vectors::count > 0 && !swapped) || apart) bulk::sync_group(group);
 

@@ -69,7 +69,8 @@ struct Params {
     const void* operands[Epilogue::count > 0 ? Epilogue::count : 1];
     void* sums;  // of statistics
     int tiles;
-    Divisor channel_tiles, conv_groups;
+    Divisor channel_tiles;
+    int conv_groups;                    // no Divisor: two more numbers were too many for 256 channels and spilled
     int chunks;                         // slots of a plane
     int depth_channels, out_channels;   // of a group
     int width, height;                  // of an image's results
@@ -88,8 +89,8 @@ struct Tile {
 
     __device__ __forceinline__ Tile(const Params& p, int at) {
         channel = p.channel_tiles.split(at) * channels;
-        group = p.conv_groups.split(at);
-        band = image = at;
+        group = at % p.conv_groups;
+        band = image = at / p.conv_groups;
         line = p.bands.split(image) * lines;
     }
 };
@@ -279,7 +280,7 @@ struct Totals {
         }
     }
     __device__ __forceinline__ void store(const Params& p, const Tile& tile, int group, int warp, int lane) const {
-        const i64 row = (i64(tile.band) * 4 + warp) * p.conv_groups.value + tile.group;
+        const i64 row = (i64(tile.band) * 4 + warp) * p.conv_groups + tile.group;
 #pragma unroll
         for (int m = 0; m < blocks; ++m) {
             const int channel = Spot(p, tile, group, m).within + 2 * lane;
@@ -332,10 +333,10 @@ igemm_sm90_halo(const __grid_constant__ Params p) {
         for (int i = 0; i < groups; ++i) bulk::init(barriers.arrived[i], 1);
         for (int i = 0; i < teams; ++i) bulk::init(barriers.turn[i], 4 * team);
         bulk::publish();
-    } else if (threadIdx.x % 32 == 0 && group == groups) {  // who will ask for boxes has their maps come at once
-        if (threadIdx.x == 128 * groups) bulk::fetch_map(p.images[0]);
-        if (threadIdx.x == 128 * groups + 32) bulk::fetch_map(p.filters);
-        if (threadIdx.x == 128 * groups + 64) bulk::fetch_map(p.result);
+    } else if (threadIdx.x == 128 * groups) {  // maps come at once, for those that will ask for boxes
+        bulk::fetch_map(p.images[0]);
+        bulk::fetch_map(p.filters);
+        bulk::fetch_map(p.result);
     }
     for (int i = threadIdx.x; i < tiles * behind / 16; i += threads)
         reinterpret_cast<uint4*>(slots + i / (behind / 16) * slot_bytes + input_bytes)[i % (behind / 16)] = uint4{};
