@@ -222,6 +222,13 @@ def test_right_in_clusters(text, tile, few):
     check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, tile))
 
 
+def test_fused_in_clusters(few):
+    """Another result of the epilogue, and a tensor, in boxes that one block of two stores."""
+    problem = Problem.parse("fprop n2 c136 h9 w9 k72 r3 s3 pad1 f16 nhwc +bias+residual+keep+relu")
+    for tile in (Windows(64, 64, 1, 1, 4, 2, True, cluster=2), Windows(128, 128, 2, 1, 3, 2, cluster=2)):
+        check_fused(ENGINE, problem, tile)
+
+
 def test_says_where_time_goes():
     problem, device = Problem.parse("fprop n64 c256 h14 w14 k256 r3 s3 pad1 f16 nhwc"), device_for("sm_90a")
     [reason] = ENGINE.reasons(problem, device, Windows(192, 128, 2, 1, 4, 2, True))
