@@ -26,6 +26,8 @@ TILES = (
     Windows(64, 192, 1, 1, 2, 2),
     Windows(16, 64, 1, 1, 4, 2, True), Windows(96, 128, 2, 1, 2, 3, True), Windows(32, 256, 2, 2, 3, 2, True),
     Windows(80, 192, 3, 1, 2, 2, True), Windows(64, 64, 1, 1, 3, 2, False, 1, 2),
+    Windows(64, 64, 2, 1, 3, 2), Windows(128, 64, 2, 2, 4, 3), Windows(64, 64, 2, 1, 4, 2, True),
+    Windows(32, 128, 2, 2, 3, 2, True),
 )  # fmt: skip
 # Pixels and channels that end inside of tiles and steps, every rank, all that moves windows.
 SHAPES = (
@@ -74,7 +76,8 @@ def test_right(at, direction, few):
 
 @pytest.mark.parametrize("at", range(len(TILES)))
 def test_right_with_tiles(at, few):
-    texts = "fprop n3 c72 h8 w9 k264 r3 s3 pad1", "dgrad n2 c264 h7 w9 k72 r3 s3 pad1 stride2"
+    texts = ["fprop n3 c72 h8 w9 k264 r3 s3 pad1", "dgrad n2 c264 h7 w9 k72 r3 s3 pad1"]
+    texts[1] += " stride2" if TILES[at].teams == 1 else ""  # tiles of all teams have as many steps
     problem = Problem.parse(f"{texts[at % 2]} bf16 nhwc")
     check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, TILES[at]))
 
@@ -88,7 +91,9 @@ def test_right_in_splits(tile, splits, few):
     check("fprop n1 c64 d3 h5 w6 k64 t2 r3 s2 pad1 f16 nhwc", replace(tile, splits=splits))
 
 
-@pytest.mark.parametrize("tile", [replace(ROWS, buffers=4), TILES[5]], ids=["rows", "columns"])
+@pytest.mark.parametrize("tile", [replace(ROWS, buffers=4), TILES[5], TILES[10], TILES[11]], ids=[
+    "rows", "columns", "teams", "teams, columns"
+])  # fmt: skip
 @pytest.mark.parametrize("fusion", [
     "+mul(s.a)+leaky_relu(0.2)", "+relu_backward(t.y)", "+=select(cmp_gt(acc,t.y),acc,c.b)",
     "+add(t.a)+mul(t.b)+sub(c.c)", "+keep+bias+residual+keep+relu",
@@ -103,7 +108,9 @@ def test_right_with_epilogues_of_results_that_lie_apart(tile, few):
         check(f"dgrad n2 c72 h5 w6 k64 r3 s3 pad1 stride2 bf16 nhwc {fusion}", tile)
 
 
-@pytest.mark.parametrize("tile", [TILES[1], TILES[6]], ids=["rows", "columns"])
+@pytest.mark.parametrize("tile", [TILES[1], TILES[6], TILES[10], TILES[12]], ids=[
+    "rows", "columns", "teams", "teams, columns"
+])  # fmt: skip
 def test_right_with_statistics(tile, few):
     for fusion in ("+bias+keep+relu stats", "+residual stats"):
         check(f"fprop n2 c64 h7 w9 k136 r3 s3 pad1 f16 nhwc {fusion}", tile)

@@ -11,7 +11,7 @@ from ..problem import DTYPE_BYTES, Problem
 from . import fusion, group_product, jit
 from .device import CudaDevice
 from .divide import divisor
-from .igemm_sm90_model import Estimate, bring_cycles, moved_bytes, product_cycles, result_cycles, wait_cycles
+from .igemm_sm90_model import Estimate, bring_cycles, moved_bytes, product_cycles, result_cycles, team_cycles, wait_cycles
 from .igemm_sm90_windows import phases, steps
 from .igemm_sm90_work import ConvolutionWork, GroupKnobs, factors, stored
 from .launch import TensorMap, pack
@@ -22,7 +22,6 @@ _MOST_COLUMNS = 256  # of a product, and of a box
 _MOST_STAGES = 8
 _MOST_STRIDE = 2
 _MOST_TAPS = 49
-_TEAMS = 150.0  # cycles from one team's products to the next one's
 _KINDS = ("f16", "bf16", "tf32", "i8")
 
 
@@ -237,7 +236,7 @@ class Work(ConvolutionWork):
             waits = max(waits, wait_cycles(tile.stages, products))
         results = result_cycles(tile.channels * self.columns * self.out / 2, tensors=reads)
         if tile.teams > 1:  # beside another team's products, but for those of the last tile
-            results = _TEAMS + results / turns
+            results = team_cycles(results, self.chunks * self.taps * max(products, brought), turns)
         return Estimate(
             tiles=self.tiles, slots=slots, residents=tile.residents, steps=self.chunks * self.taps, products=products,
             brought=brought, waits=waits, results=results, rounds=float(reads > 0), bytes=moved_bytes(self.problem),

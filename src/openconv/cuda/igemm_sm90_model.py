@@ -10,7 +10,8 @@ from ..problem import DTYPE_BYTES, Problem
 from .device import CudaDevice
 
 __all__ = [
-    "Estimate", "bring_cycles", "cluster_cycles", "moved_bytes", "product_cycles", "result_cycles", "wait_cycles",
+    "Estimate", "bring_cycles", "cluster_cycles", "moved_bytes", "product_cycles", "result_cycles", "team_cycles",
+    "wait_cycles",
 ]  # fmt: skip
 
 _CLOCK = 1.755e9  # cycles a second
@@ -25,6 +26,7 @@ _SWAPPED = 0.92  # of that, where channels are rows
 _APART = 2.3  # of that, where threads store results
 _READ = 2.3  # of that, what a tensor or other result of an epilogue takes besides
 _PLACE = 2650.0  # cycles that a tensor's box keeps its place: it comes, and results leave from there
+_TEAMS = 150.0  # cycles from one team's products to the next one's
 _BESIDE = 0.27  # of the shorter of computing and memory, what does not go on beside the longer
 _MEET, _TOLD = 700.0, 10.5  # cycles until all blocks of a cluster are there; bytes a cycle from one to the others
 _SECOND = 2.5e-6  # of a second kernel
@@ -58,6 +60,12 @@ def wait_cycles(stages: int, step: float, together: float = 1.0) -> float:
 def result_cycles(results: float, swapped: bool = False, apart: bool = False, tensors: int = 0) -> float:
     """Cycles behind the last product of a tile, by the pairs of bytes that it has as results."""
     return _RESULT * results * (_SWAPPED if swapped else 1) * (_APART if apart else 1) * (1 + _READ * tensors)
+
+
+def team_cycles(results: float, products: float, turns: int) -> float:
+    """Cycles of a tile's ``results`` that another team's ``products`` do not hide: what is longer than these, shared by
+    two tiles, and those of the last tile."""
+    return max(_TEAMS, (results - products) / 2) + results / turns
 
 
 def cluster_cycles(blocks: int, results: int, boxes: int) -> tuple[float, float]:

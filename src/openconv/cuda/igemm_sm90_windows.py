@@ -20,6 +20,7 @@ from .igemm_sm90_model import (
     moved_bytes,
     product_cycles,
     result_cycles,
+    team_cycles,
     wait_cycles,
 )
 from .igemm_sm90_work import CLUSTERS, ConvolutionWork, GroupKnobs, stored
@@ -39,9 +40,10 @@ _MOST_STEP = 8  # from pixel to pixel
 @dataclass(frozen=True)
 class Windows(GroupKnobs):
     """A tile is ``pixels`` by ``channels`` of the result, of which each of ``groups`` of four warps multiplies
-    ``blocks`` times 64 rows: pixels, or channels if ``swapped``. ``stages`` steps are on their way, ``buffers`` boxes
-    of results have a place for each group, ``splits`` tiles share a result's sum, a multiprocessor has ``residents``
-    blocks, and ``cluster`` blocks share the steps of a tile."""
+    ``blocks`` times 64 rows: pixels, or channels if ``swapped``. If there are twice as many groups as a tile needs,
+    two teams of them take turns. ``stages`` steps are on their way, ``buffers`` boxes of results have a place for each
+    group, ``splits`` tiles share a result's sum, a multiprocessor has ``residents`` blocks, and ``cluster`` blocks
+    share the steps of a tile."""
 
     pixels: int
     channels: int
@@ -58,6 +60,16 @@ class Windows(GroupKnobs):
     def columns(self) -> int:
         """Of a product."""
         return self.pixels if self.swapped else self.channels
+
+    @property
+    def team(self) -> int:
+        """Groups of a tile."""
+        return (self.channels if self.swapped else self.pixels) // (64 * self.blocks)
+
+    @property
+    def teams(self) -> int:
+        """Tiles that a block has at a time."""
+        return self.groups // self.team
 
     @property
     def box(self) -> int:
@@ -194,7 +206,8 @@ class Work(ConvolutionWork):
     @property
     def static(self) -> int:
         """Barriers."""
-        return 8 * (2 * self.tile.stages + self.tile.groups * self.tile.buffers)
+        teams = self.tile.teams
+        return 8 * (2 * self.tile.stages + self.tile.groups * self.tile.buffers + (teams if teams > 1 else 0))
 
     @property
     def fits(self) -> bool:
@@ -222,7 +235,7 @@ class Work(ConvolutionWork):
     @property
     def parts(self) -> int:
         """Of statistics: rows of sums in the workspace, four for each box of pixels."""
-        return 4 * self.pixel_tiles * (1 if self.tile.swapped else self.tile.groups)
+        return 4 * self.pixel_tiles * (1 if self.tile.swapped else self.tile.team)
 
     def estimate(self, device: CudaDevice) -> Estimate:
         """Where the time goes, in cycles of a multiprocessor."""
@@ -237,8 +250,11 @@ class Work(ConvolutionWork):
         boxes = tile.blocks * (tile.pixels // tile.box if tile.swapped else tile.channels // 64)
         told, share = cluster_cycles(tile.cluster, rows * columns, boxes)
         stored = result_cycles(rows * columns * self.out / 2 * share, tile.swapped, self.apart, reads)
+        steps = self._turn_steps(slots)
+        if tile.teams > 1:
+            stored = team_cycles(stored, steps * max(products, brought), ceil(self.tiles / slots))
         return Estimate(
-            tiles=self.tiles, slots=slots, residents=tile.residents, steps=self._turn_steps(slots), products=products,
+            tiles=self.tiles, slots=slots, residents=tile.residents, steps=steps, products=products,
             brought=brought, waits=wait_cycles(tile.stages, products + brought),
             results=told + stored,
             bytes=moved_bytes(problem) + self.parted * sums, added=self.parted * (sums + added),
@@ -359,14 +375,20 @@ _ROWS = (
     (256, 64, 2, 2), (64, 256, 1, 1), (64, 128, 1, 1), (64, 64, 1, 1), (192, 64, 3, 1),
 )  # fmt: skip
 _SWAPPED_CHANNELS = ((128, 2, 1), (64, 1, 1), (256, 2, 2), (192, 3, 1))
+# The same of two teams.
+_TEAM_ROWS = ((128, 128, 2, 2), (64, 256, 2, 1), (64, 192, 2, 1), (128, 192, 2, 2), (128, 64, 2, 2), (64, 128, 2, 1))
+_TEAM_CHANNELS = ((128, 2, 2), (64, 2, 1))
 
 
 def tiles(problem: Problem, device: CudaDevice) -> Iterator[Windows]:
     """What fits, each with as many stages as there is room for."""
-    found = [Windows(p, c, g, b, 0, 2) for p, c, g, b in _ROWS]
+    found = [Windows(p, c, g, b, 0, 2) for p, c, g, b in (*_ROWS, *_TEAM_ROWS)]
     most = 8 * ceil(problem.n * prod(phases(problem)[0].count) / 8)
-    for channels, groups, blocks in _SWAPPED_CHANNELS:
-        sizes = {size for size in range(32, 257, 16) if size * blocks <= 256 and size <= max(32, most + 15)}
+    for channels, groups, blocks in (*_SWAPPED_CHANNELS, *_TEAM_CHANNELS):
+        teams = 64 * groups * blocks // channels
+        # Sums of a thread, twice: with the registers of two teams there is room for more. Small tiles have no use of it.
+        least, widest = (32, 256) if teams == 1 else (8192 // channels, 384)
+        sizes = {size for size in range(least, 257, 16) if size * blocks <= widest and size <= max(32, most + 15)}
         found += [Windows(size, channels, groups, blocks, 0, 2, True) for size in sorted(sizes)]
     out_channels = problem.result_channels // problem.groups
     widest = 64 * ceil(out_channels / 64)
@@ -387,6 +409,10 @@ def _staged(problem: Problem, device: CudaDevice, tile: Windows) -> Iterator[Win
     if stages < min(3, bare.steps):
         return
     whole = replace(tile, stages=stages)
+    if tile.teams > 1:
+        if bare.tiles > device.threads * tile.residents and not (bare.apart or bare.promoted):
+            yield whole
+        return
     yield whole
     if problem.stats:
         return

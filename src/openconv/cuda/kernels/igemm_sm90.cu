@@ -14,6 +14,9 @@
 // channels are the rows and pixels the columns: any multiple of 16, so that tiles can be made to be as many as
 // multiprocessors.
 //
+// As many groups as a tile's rows need are a team. Two teams have tiles of their own and take turns by barriers, so that
+// one multiplies while the other has its epilogue.
+//
 // The sums of `parted` tiles, of which several share a result's steps, leave as they are, for igemm_sum.cu. Blocks of a
 // `cluster` share a tile's steps as well, and add their sums up before these leave (common/cluster_sums.cuh). Results
 // leave as boxes, from where tensors that the epilogue reads have come before; with a stride, dgrad has a phase for
@@ -52,6 +55,7 @@ constexpr int peers = Traits::cluster;
 constexpr bool swapped = Traits::swapped, turned = Traits::filters == 1, apart = phases > 1;
 constexpr int threads = 128 * groups + 128, depth = 128 / sizeof(A);
 constexpr int rows = swapped ? channels : pixels, columns = swapped ? pixels : channels, sums = columns / 2;
+constexpr int team = rows / (64 * blocks), teams = groups / team;  // groups of a tile; tiles at a time
 constexpr int window_bytes = pixels * 128, stage_bytes = window_bytes + channels * 128;
 constexpr int along = swapped ? pixels / box : channels / 64, boxes = blocks * along;  // of a group's results
 constexpr int each = swapped ? box / 2 : 32;  // of a thread's sums, those of a box
@@ -59,8 +63,11 @@ constexpr int box_bytes = box * 64 * results::size, buffer_bytes = box_bytes * r
 constexpr int pointers = Epilogue::count + results::also, mapped = results::tensors + results::also;
 constexpr int listed = swapped ? pixels : 64 * blocks;  // pixels that a group stores
 constexpr bool held = results::tensors > 0 && !apart;
-static_assert(rows == 64 * groups * blocks && channels % 64 == 0 && columns % 8 == 0 && columns <= 256,
-              "whole products");
+static_assert(rows == 64 * team * blocks && team * teams == groups && channels % 64 == 0 && columns % 8 == 0 &&
+                  columns <= 256,
+              "whole products, whole teams");
+static_assert(teams == 1 || !(Traits::parted || Traits::promoted || apart || peers > 1),
+              "tiles of all teams have as many steps, asked for one behind the other");
 static_assert(swapped ? pixels % box == 0 && box % 16 == 0 : box == 64, "whole boxes");
 static_assert(stages > 1 && buffers > 1, "a ring, and a place for results while others are stored");
 static_assert(!Traits::stats || !(Traits::parted || apart || peers > 1),
@@ -115,9 +122,19 @@ struct Tile {
     }
 };
 
-// The tiles of this block, and of the blocks of its cluster, among which it is the one at `rank`.
+// Which of its team's groups one is.
+__device__ __forceinline__ int in_team(int group) { return teams > 1 ? group % team : group; }
+
+// The tiles of this block, or of one of its teams, and of the blocks of its cluster, among which it is the one at
+// `rank`.
 struct Turns {
     int first = blockIdx.x / peers, by = gridDim.x / peers, rank = peers > 1 ? bulk::cluster_rank() : 0;
+
+    Turns() = default;
+    __device__ __forceinline__ explicit Turns(int of_team) {
+        first += of_team * by;
+        by *= teams;
+    }
 
     // Boxes of a tile that this block stores, and which box that is of a group's.
     __device__ __forceinline__ int own() const { return (boxes - rank + peers - 1) / peers; }
@@ -129,7 +146,7 @@ struct Spot {
     int pixel, channel;
 
     __device__ __forceinline__ Spot(const Tile& tile, int group, int i) {
-        const int block = (group * blocks + i / along) * 64, further = i % along * (swapped ? box : 64);
+        const int block = (in_team(group) * blocks + i / along) * 64, further = i % along * (swapped ? box : 64);
         pixel = tile.pixel + (swapped ? further : block);
         channel = tile.channel + (swapped ? block : further);
     }
@@ -219,7 +236,7 @@ struct Operands {
     u64 first, second;
 
     __device__ __forceinline__ Operands(const unsigned char* ring, int group) {
-        const unsigned char* const a = ring + (swapped ? window_bytes : 0) + group * blocks * 8192;
+        const unsigned char* const a = ring + (swapped ? window_bytes : 0) + in_team(group) * blocks * 8192;
         const unsigned char* const b = ring + (swapped ? 0 : window_bytes);
         first = turned && swapped ? tensor::turned_descriptor(a, 8192) : tensor::descriptor(a);
         second = turned && !swapped ? tensor::turned_descriptor(b, 8192) : tensor::descriptor(b);
@@ -244,9 +261,11 @@ __device__ __forceinline__ void ask(D (&sum)[blocks][N], const Operands& operand
     tensor::group_commit();
 }
 
+// `next` is the barrier of the team whose turn comes when the last products have been asked for.
 template <int N>
 __device__ __forceinline__ void multiply(D (&sum)[blocks][N], const Operands& operands, int steps, Turn& turn,
-                                         bulk::Barrier* full, bulk::Barrier* empty, bool leads_warp) {
+                                         bulk::Barrier* full, bulk::Barrier* empty, bulk::Barrier* next,
+                                         bool leads_warp) {
     if constexpr (Traits::barren) {
         if (steps == 0) {  // no tap meets this phase
 #pragma unroll
@@ -256,8 +275,11 @@ __device__ __forceinline__ void multiply(D (&sum)[blocks][N], const Operands& op
             return;
         }
     }
-    pipeline::multiply(steps, turn, full, empty, leads_warp,
-                       [&](int stage, int adds) { ask(sum, operands, stage, adds); });
+    pipeline::multiply(
+        steps, turn, full, empty, leads_warp, [&](int stage, int adds) { ask(sum, operands, stage, adds); },
+        [&] {
+            if (teams > 1 && leads_warp) bulk::arrive(*next);
+        });
 #pragma unroll
     for (int m = 0; m < blocks; ++m) tensor::group_done(sum[m]);
 }
@@ -359,10 +381,11 @@ struct Totals {
         }
     }
     __device__ __forceinline__ void store(const Params& p, const Tile& tile, int group, int warp, int lane) const {
-        const i64 part = swapped ? tile.pixel / pixels * 4 + warp : (tile.pixel / pixels * groups + group) * 4 + warp;
+        const int beside = tile.pixel / pixels;
+        const i64 part = swapped ? beside * 4 + warp : (beside * team + in_team(group)) * 4 + warp;
 #pragma unroll
         for (int set = 0; set < sets; ++set) {
-            const int channel = tile.channel + ((swapped ? group * blocks : 0) + set) * 64 + 2 * lane;
+            const int channel = tile.channel + ((swapped ? in_team(group) * blocks : 0) + set) * 64 + 2 * lane;
             if (channel < p.out_channels)
                 *reinterpret_cast<Pack<float, 4>*>(
                     static_cast<float*>(p.sums) +
@@ -395,7 +418,7 @@ struct Vectors {
 #pragma unroll
                         for (int h = 0; h < 2; ++h)
                             own[m][k][h] =
-                                value(k, tile.channel + (group * blocks + m) * 64 + 16 * warp + lane / 4 + 8 * h);
+                                value(k, tile.channel + (in_team(group) * blocks + m) * 64 + 16 * warp + lane / 4 + 8 * h);
                 } else {
 #pragma unroll
                     for (int i = 0; i < each; ++i) come[k][i] = value(k, tile.channel + threadIdx.x % 128 + 128 * i);
@@ -419,7 +442,8 @@ struct Vectors {
 extern "C" __global__ void __launch_bounds__(threads, Traits::residents)
 igemm_sm90(const __grid_constant__ Params p) {
     DYNAMIC_SHARED(memory);
-    __shared__ bulk::Barrier full[stages], empty[stages], arrived[groups * buffers];
+    // Behind those of boxes that have come, one for each team's turn to multiply.
+    __shared__ bulk::Barrier full[stages], empty[stages], arrived[groups * buffers + (teams > 1 ? teams : 0)];
     unsigned char* const ring = reinterpret_cast<unsigned char*>((u64(memory) + 1023) / 1024 * 1024);
     unsigned char* const all_places = ring + stages * stage_bytes;
     i64* const lists = reinterpret_cast<i64*>(all_places + groups * buffers * buffer_bytes);
@@ -430,9 +454,11 @@ igemm_sm90(const __grid_constant__ Params p) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
             bulk::init(full[i], 1);
-            bulk::init(empty[i], 4 * groups);
+            bulk::init(empty[i], 4 * team);
         }
         for (int i = 0; i < groups * buffers; ++i) bulk::init(arrived[i], 1);
+        if constexpr (teams > 1)
+            for (int i = 0; i < teams; ++i) bulk::init(arrived[groups * buffers + i], 4 * team);
         bulk::publish();
     } else if (threadIdx.x == 128 * groups) {  // who will ask for boxes has their maps come at once
         bulk::fetch_map(p.filters);
@@ -455,14 +481,19 @@ igemm_sm90(const __grid_constant__ Params p) {
     i64* const list = lists + group * listed;
     Out* const vectors = all_vectors + group * Vectors::count * channels;
     bulk::Barrier* const come = arrived + group * buffers;
-    const Turns mine;
+    const int of_team = teams > 1 ? group / team : 0;
+    const Turns mine(of_team);
+    bulk::Barrier* const turns = arrived + groups * buffers;
     if constexpr (held)
         if (leads)
             for (int i = 0; i < buffers; ++i) bring_tensors(p, mine, group, i, places, come);
 
     const Operands operands(ring, group);
     Turn turn;
+    const int steps = p.phase[0].taps[0] * p.phase[0].taps[1] * p.phase[0].taps[2] * p.chunks;  // of other teams' tiles
+    if constexpr (teams > 1) turn.skip(of_team * steps);
     int number = 0;  // of the group's boxes
+    int passed = 0;  // tiles of the team
     for (int at = mine.first; at < p.tiles; at += mine.by) {
         const Tile tile(p, at, mine.rank);
         if (!tile.there) continue;
@@ -477,8 +508,12 @@ igemm_sm90(const __grid_constant__ Params p) {
         D sum[blocks][sums];
         if constexpr (Traits::promoted)
             multiply_promoted(sum, operands, tile.steps, turn, full, empty, lane == 0);
-        else
-            multiply(sum, operands, tile.steps, turn, full, empty, lane == 0);
+        else {
+            // The first team's first turn has come already.
+            if constexpr (teams > 1) bulk::wait(turns[of_team], (passed++ + (of_team == 0)) & 1);
+            multiply(sum, operands, tile.steps, turn, full, empty, turns + (of_team + 1) % teams, lane == 0);
+            if constexpr (teams > 1) turn.skip((teams - 1) * steps);
+        }
         if constexpr (peers > 1) cluster::add_up<peers, 128 * groups, boxes, each>(sum[0], ring, group, mine.rank);
         of_channels.put(vectors);
         if ((Vectors::count > 0 && !swapped) || apart) bulk::sync_group(group);

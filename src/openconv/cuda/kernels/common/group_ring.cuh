@@ -41,9 +41,10 @@ struct Registers {
 
 // The products of a tile's steps, at least one: `ask(stage, adds)` asks for those of a stage as one batch. While a step
 // is multiplied, the next one is asked for; a stage is free once the step behind it is under way and its own has ended.
-template <int Stages, class Ask>
+// `last_asked` is called when all have been asked for.
+template <int Stages, class Ask, class Last>
 __device__ __forceinline__ void multiply(int steps, Turn<Stages>& turn, bulk::Barrier* full, bulk::Barrier* empty,
-                                         bool leads_warp, const Ask& ask) {
+                                         bool leads_warp, const Ask& ask, const Last& last_asked) {
     bulk::wait(full[turn.stage], turn.parity);
     ask(turn.stage, 0);
     int last = turn.stage;
@@ -56,8 +57,14 @@ __device__ __forceinline__ void multiply(int steps, Turn<Stages>& turn, bulk::Ba
         last = turn.stage;
         turn.next();
     }
+    last_asked();
     tensor::group_left<0>();
     if (leads_warp) bulk::arrive(empty[last]);
+}
+template <int Stages, class Ask>
+__device__ __forceinline__ void multiply(int steps, Turn<Stages>& turn, bulk::Barrier* full, bulk::Barrier* empty,
+                                         bool leads_warp, const Ask& ask) {
+    multiply(steps, turn, full, empty, leads_warp, ask, [] {});
 }
 
 }  // namespace pipeline
