@@ -32,7 +32,7 @@ from .reference import random_inputs
 from .select import Candidate, Policy, known_of, search
 from .select.database import Database, Entry, Measurement, Store, user_store
 
-__all__ = ["measure_and_keep", "measure_candidates", "settle", "shortlist", "tuned_plan"]
+__all__ = ["MOST", "measure_and_keep", "measure_candidates", "settle", "shortlist", "tuned_plan"]
 
 _TIE = 0.02
 """Candidates this close are equal for all purposes."""
@@ -41,6 +41,10 @@ _QUICK = 5e-3
 
 
 # -- which candidates -----------------------------------------------------------------------------------------------
+
+
+MOST = {"cpu": 8, "cuda": 12}
+"""Candidates of a problem that are measured: on a CPU each may take seconds to compile, on a GPU a part of one."""
 
 
 def shortlist(candidates: Sequence[Candidate], *, most: int = 8, within: float = 4.0) -> list[Candidate]:
@@ -183,7 +187,7 @@ def tuned_plan(problem: Problem, device: Device, place: torch.device, policy: Po
 
 def _unknown(core: Problem, device: Device, policy: Policy) -> list[Candidate]:
     """The candidates to measure, if there is a choice among them and the database does not know the problem."""
-    candidates = shortlist(search(core, device, policy))
+    candidates = shortlist(search(core, device, policy), most=MOST[device.kind])
     if len(candidates) < 2:
         return []
     known = known_of(core, device, policy)

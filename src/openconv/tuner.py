@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .autotune import measure_and_keep, shortlist
+from .autotune import MOST, measure_and_keep, shortlist
 from .device import Device
 from .engine import UnsupportedProblem
 from .plan import device_of, forget_plans, lower
@@ -98,7 +98,7 @@ def _tune(
         heuristic = choose(core, device, replace(policy, tuning="off")) if not core.is_empty else None
     except UnsupportedProblem:
         return Tuned(core, "unsupported")
-    candidates = shortlist(search(core, device, policy))
+    candidates = shortlist(search(core, device, policy), most=MOST[device.kind])
     if heuristic is None or len(candidates) < 2:
         return Tuned(core, "no choice")
     if seconds <= 0:

@@ -23,7 +23,7 @@ from .launch import Launch, aligned, pack, single
 
 __all__ = ["IgemmSm90", "tiles"]
 
-_ALTERNATIVES = 10  # of each variant
+_ALTERNATIVES = 10  # of each variant, and of teams
 _MOST_PHASES = 8  # of dgrad: each has a map of windows
 _RESULTS = {
     "f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "f32": ("f32",),
@@ -254,7 +254,9 @@ def _knobs(problem: Problem, device: Device) -> tuple[Any, ...]:
     assert isinstance(device, CudaDevice)
     seconds = {tile: _work(problem, tile).estimate(device).seconds(device) for tile in tiles(problem, device)}
     ordered = sorted(seconds, key=seconds.__getitem__)
-    kinds = {kind: [tile for tile in ordered if type(tile) is kind] for kind in _VARIANTS}
+    kinds: dict[Any, list[Any]] = {}
+    for tile in ordered:
+        kinds.setdefault((type(tile), isinstance(tile, Windows) and tile.teams > 1), []).append(tile)
     some = {tile for found in kinds.values() for tile in found[:_ALTERNATIVES]}
     best = [tile for tile in ordered if tile in some]
     # Bits that do not depend on the batch, and no sums in the workspace, are to be had without splits alone.

@@ -11,7 +11,15 @@ from ..problem import DTYPE_BYTES, Problem
 from . import fusion, group_product, jit
 from .device import CudaDevice
 from .divide import divisor
-from .igemm_sm90_model import Estimate, bring_cycles, moved_bytes, product_cycles, result_cycles, team_cycles, wait_cycles
+from .igemm_sm90_model import (
+    Estimate,
+    bring_cycles,
+    moved_bytes,
+    product_cycles,
+    result_cycles,
+    team_cycles,
+    wait_cycles,
+)
 from .igemm_sm90_windows import phases, steps
 from .igemm_sm90_work import ConvolutionWork, GroupKnobs, factors, stored
 from .launch import TensorMap, pack

@@ -386,7 +386,7 @@ def tiles(problem: Problem, device: CudaDevice) -> Iterator[Windows]:
     most = 8 * ceil(problem.n * prod(phases(problem)[0].count) / 8)
     for channels, groups, blocks in (*_SWAPPED_CHANNELS, *_TEAM_CHANNELS):
         teams = 64 * groups * blocks // channels
-        # Sums of a thread, twice: with the registers of two teams there is room for more. Small tiles have no use of it.
+        # Sums of a thread, twice. Two teams have registers for more, and small tiles no use of it.
         least, widest = (32, 256) if teams == 1 else (8192 // channels, 384)
         sizes = {size for size in range(least, 257, 16) if size * blocks <= widest and size <= max(32, most + 15)}
         found += [Windows(size, channels, groups, blocks, 0, 2, True) for size in sorted(sizes)]

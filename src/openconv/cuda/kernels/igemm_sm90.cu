@@ -417,8 +417,8 @@ struct Vectors {
                     for (int m = 0; m < blocks; ++m)
 #pragma unroll
                         for (int h = 0; h < 2; ++h)
-                            own[m][k][h] =
-                                value(k, tile.channel + (in_team(group) * blocks + m) * 64 + 16 * warp + lane / 4 + 8 * h);
+                            own[m][k][h] = value(
+                                k, tile.channel + (in_team(group) * blocks + m) * 64 + 16 * warp + lane / 4 + 8 * h);
                 } else {
 #pragma unroll
                     for (int i = 0; i < each; ++i) come[k][i] = value(k, tile.channel + threadIdx.x % 128 + 128 * i);
