@@ -21,7 +21,7 @@ from openconv.cpu.device import cpu_device
 from openconv.engine import engine_named
 from openconv.plan import forget_plans, plan_for
 from openconv.problem import Problem
-from openconv.select import Candidate, Policy, choose, current_policy, database, rank, search
+from openconv.select import Candidate, Policy, choose, current_policy, database, rank, search, version_of
 from openconv.select.database import Database, Entry, Measurement
 from openconv.tuner import convolutions_of, parse_seconds
 
@@ -93,6 +93,14 @@ def test_a_neighbour_scales_the_predictions():
     assert (found.engine.name, found.source) == ("cpu.depthwise", "neighbour")
     assert found.expected == pytest.approx(found.cost / 1000, rel=1e-3)  # the file keeps four digits
     assert found.measured is None
+
+
+def test_what_is_known_of_f16_is_known_of_bf16():
+    layer = Problem.parse("fprop n4 c16 h20 w20 k32 r3 s3 pad1 f16 nchw")
+    know(layer, cpu_naive=5, cpu_im2col_gemm=7)
+    found = database.lookup(Problem.parse(str(layer).replace("f16", "bf16")), DEVICE, version_of)
+    assert found is not None and found.problem == str(layer)
+    assert 0 < found.distance < 0.1  # a neighbour, and nearer than any other size
 
 
 def test_times_of_other_code_are_not_used():

@@ -32,7 +32,10 @@ class Turn:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Channels and pixels of a block: some 4096, as long as the image has so many."""
+        """Channels and pixels of a block: some 4096, as long as the image has so many. Of channels that are as few as a
+        filter's taps, it has all."""
+        if self.channels < 32 and self.pixels > 64:
+            return self.channels, min(4096 // self.channels, self.pixels + 63) // 64 * 64
         pixels = min(64, self.pixels)
         return min(max(64, 4096 // pixels // 64 * 64), ceil(self.channels / 64) * 64), pixels
 

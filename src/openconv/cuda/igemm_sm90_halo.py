@@ -17,6 +17,7 @@ from .igemm_sm90_model import (
     moved_bytes,
     product_cycles,
     result_cycles,
+    short_rows,
     team_cycles,
     wait_cycles,
 )
@@ -237,7 +238,10 @@ class Work(ConvolutionWork):
         filters = 128 * tile.channels / (turns if self.resident else 1)
         products = product_cycles(tile.channels, self.columns) * self.slices / 4
         brought = bring_cycles(
-            (inputs, self.channel_tiles), (filters, self.pixel_tiles), min(self.tiles, slots) / device.threads
+            (inputs, self.channel_tiles),
+            (filters, self.pixel_tiles),
+            min(self.tiles, slots) / device.threads,
+            inputs / 128 * short_rows(self.depth_channels * self.size),
         )
         waits = wait_cycles(tile.tiles, products + brought, together)
         if not self.resident:

@@ -10,27 +10,28 @@ from ..problem import DTYPE_BYTES, Problem
 from .device import CudaDevice
 
 __all__ = [
-    "Estimate", "bring_cycles", "cluster_cycles", "moved_bytes", "product_cycles", "result_cycles", "team_cycles",
-    "wait_cycles",
+    "Estimate", "bring_cycles", "cluster_cycles", "moved_bytes", "product_cycles", "result_cycles", "short_rows",
+    "team_cycles", "wait_cycles",
 ]  # fmt: skip
 
 _CLOCK = 1.755e9  # cycles a second
-_START = 6.2e-6  # of a launch, until its first boxes have come, and of the last results
+_START = 5.1e-6  # of a launch, until its first boxes have come, and of the last results
 _BETWEEN = 1.1  # of products, what lies between them
-_PORT = 113.0  # bytes a cycle that a multiprocessor takes
-_CACHE = 73.0  # and that the second-level cache gives for each multiprocessor, if all ask
-_WAY = 1420.0  # cycles from asking for a box until it has come
+_PORT = 101.0  # bytes a cycle that a multiprocessor takes
+_CACHE = 76.0  # and that the second-level cache gives for each multiprocessor, if all ask
+_SHORT = 1.3  # cycles of a row that lacks half of its bytes; three times that of one that lacks three quarters
+_WAY = 1520.0  # cycles from asking for a box until it has come
 _ISSUE = 235.0  # cycles, the fewest of a step
-_RESULT = 0.053  # cycles of two bytes of results: registers, a box, memory
-_SWAPPED = 0.92  # of that, where channels are rows
-_APART = 2.3  # of that, where threads store results
+_RESULT = 0.05  # cycles of two bytes of results: registers, a box, memory
+_SWAPPED = 0.99  # of that, where channels are rows
+_APART = 2.9  # of that, where threads store results
 _READ = 2.3  # of that, what a tensor or other result of an epilogue takes besides
 _PLACE = 2650.0  # cycles that a tensor's box keeps its place: it comes, and results leave from there
-_TEAMS = 150.0  # cycles from one team's products to the next one's
-_BESIDE = 0.27  # of the shorter of computing and memory, what does not go on beside the longer
-_MEET, _TOLD = 700.0, 10.5  # cycles until all blocks of a cluster are there; bytes a cycle from one to the others
-_SECOND = 2.5e-6  # of a second kernel
-_STORED = 1.5  # sums that have just been stored come sooner than memory
+_TEAMS = 60.0  # cycles from one team's products to the next one's
+_BESIDE = 0.32  # of the shorter of computing and memory, what does not go on beside the longer
+_TOLD = 5.5  # bytes a cycle from one block of a cluster to the others
+_SECOND = 3.1e-6  # of a second kernel
+_STORED = 2.7  # sums that have just been stored come sooner than memory
 
 
 def product_cycles(rows: int, columns: int, promoted: bool = False) -> float:
@@ -43,12 +44,20 @@ def product_cycles(rows: int, columns: int, promoted: bool = False) -> float:
     return cycles + (rows * columns / 128 + 60 if promoted else 0)
 
 
-def bring_cycles(first: tuple[float, int], second: tuple[float, int], busy: float) -> float:
+def bring_cycles(first: tuple[float, int], second: tuple[float, int], busy: float, short: float = 0.0) -> float:
     """Cycles in which a step's boxes come: for each operand its bytes, and how many tiles side by side read the same.
-    The cache gives two neighbours at once what both ask for. ``busy`` is the share of multiprocessors that ask."""
+    The cache gives two neighbours at once what both ask for. ``busy`` is the share of multiprocessors that ask, and
+    ``short`` what rows of 128 bytes lack: :func:`short_rows` for each of them."""
     whole = first[0] + second[0]
     apart = sum(bytes_ / min(2, tiles) for bytes_, tiles in (first, second))
-    return whole / _PORT + apart * min(1.0, busy) / _CACHE
+    return whole / _PORT + apart * min(1.0, busy) / _CACHE + _SHORT * short
+
+
+def short_rows(row_bytes: int) -> float:
+    """Of rows that come 128 bytes at a time, how many times what there is of the last 128 is missing, shared out among
+    all times: zeros that a box is filled up with take longer than bytes."""
+    times = ceil(row_bytes / 128)
+    return (128 / (row_bytes - 128 * (times - 1)) - 1) / times
 
 
 def wait_cycles(stages: int, step: float, together: float = 1.0) -> float:
@@ -69,10 +78,10 @@ def team_cycles(results: float, products: float, turns: int) -> float:
 
 
 def cluster_cycles(blocks: int, results: int, boxes: int) -> tuple[float, float]:
-    """Cycles in which the blocks of a cluster add up their sums of a tile, until the last of them has come and the sums
-    of all others to that with the most of the ``boxes``; and the share that this one has."""
+    """Cycles in which the blocks of a cluster add up their sums of a tile, until those of all others have come to the
+    block with the most of the ``boxes``; and the share that this one has."""
     share = ceil(boxes / blocks) / boxes
-    return (_MEET + 4 * results * share * (blocks - 1) / _TOLD if blocks > 1 else 0.0), share
+    return 4 * results * share * (blocks - 1) / _TOLD, share
 
 
 def moved_bytes(problem: Problem) -> float:

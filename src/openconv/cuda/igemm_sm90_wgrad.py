@@ -18,6 +18,7 @@ from .igemm_sm90_model import (
     moved_bytes,
     product_cycles,
     result_cycles,
+    short_rows,
     wait_cycles,
 )
 from .igemm_sm90_work import CLUSTERS, GroupKnobs, GroupWork
@@ -127,9 +128,13 @@ class Work(GroupWork):
         products = tile.beside * product_cycles(tile.rows, columns // tile.beside) * tile.depth / 64
         row = 128 * tile.depth
         # Boxes behind the last do not come.
+        alone = tile.cluster > 1  # neighbours have the same tile, and other steps of it
         brought = bring_cycles(
-            (row * self.columns / self.column_tiles, self.row_tiles), (row * tile.rows // 64, self.column_tiles),
+            (row * self.columns / self.column_tiles, 1 if alone else self.row_tiles),
+            (row * tile.rows // 64, 1 if alone else self.column_tiles),
             self.tiles * tile.cluster / device.threads,
+            tile.depth * tile.boxes * short_rows(self.c * self.size)
+            + tile.depth * tile.rows // 64 * short_rows(self.k * self.size),
         )  # fmt: skip
         told, share = cluster_cycles(tile.cluster, tile.rows * columns, tile.blocks * tile.boxes // tile.beside)
         results = prod(problem.w_shape)

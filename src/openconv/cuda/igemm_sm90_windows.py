@@ -20,6 +20,7 @@ from .igemm_sm90_model import (
     moved_bytes,
     product_cycles,
     result_cycles,
+    short_rows,
     team_cycles,
     wait_cycles,
 )
@@ -243,8 +244,11 @@ class Work(ConvolutionWork):
         rows, columns = (tile.channels, tile.pixels) if tile.swapped else (tile.pixels, tile.channels)
         slots, reads = self.slots(device), len(self.tensors) + self.also
         products = product_cycles(rows, columns, self.promoted) * self.slices / 4
-        windows, filters = (128 * tile.pixels, self.channel_tiles), (128 * tile.channels, self.pixel_tiles)
-        brought = bring_cycles(windows, filters, self.tiles * tile.cluster / device.threads)
+        alone = tile.cluster > 1  # neighbours have the same tile, and other steps of it
+        windows = 128 * tile.pixels, 1 if alone else self.channel_tiles
+        filters = 128 * tile.channels, 1 if alone else self.pixel_tiles
+        short = (tile.pixels + tile.channels * (self.order != 1)) * short_rows(self.depth_channels * self.size)
+        brought = bring_cycles(windows, filters, self.tiles * tile.cluster / device.threads, short)
         results = prod(problem.result_shape)
         sums, added = 4 * tile.splits * results, DTYPE_BYTES[problem.result_dtype] * results
         boxes = tile.blocks * (tile.pixels // tile.box if tile.swapped else tile.channels // 64)

@@ -103,7 +103,9 @@ class Im2colGemm(Engine):
             problem.direction
         ]
         size = DTYPE_BYTES[problem.result_dtype]
-        fits = depth * size % 16 == 0 and (form.gathers or (problem.k if form.last else pixels) * size % 16 == 0)
+        # Rows of a panel in nchw are as far apart as those of y, however many pixels it has.
+        row = problem.k if form.last else gcd(pixels, prod(problem.out))
+        fits = depth * size % 16 == 0 and (form.gathers or row * size % 16 == 0)
         batch = images * min(problem.groups, max(1, knobs.channels // (problem.c // problem.groups)))
         # Fitted to 991 times on an H200: products take 0.6 of what gemm_seconds says, or 1.3 where rows of pixels in
         # nchw begin anywhere. An unfolding copy reads x out of the caches. It is bound by its stores, or where channels

@@ -375,7 +375,7 @@ _FAR = 1.0
 """Doublings of sizes, all axes together, beyond which a neighbour says nothing. Twice the batch is 1; 56x56 instead of
 48x48 is 0.44."""
 _DETAIL = 0.05
-"""How far off another padding is, and a bias that the other does not have."""
+"""How far off another padding is, a bias that the other does not have, and bf16 from f16."""
 
 
 def lookup(problem: Problem, device: Device, version_of: Callable[[str], str | None]) -> Known | None:
@@ -400,8 +400,9 @@ _SIZE = re.compile(r" (?:[ncdhwk]\d+|g\d+|pad[\d:,]+|\+bias)(?= |$)")
 
 
 def _family(problem: str) -> str:
-    """A problem's text without its sizes, padding, number of groups and bias."""
-    return _SIZE.sub("", problem)
+    """A problem's text without its sizes, padding, number of groups and bias. f16 and bf16 are one family: what is
+    known of the one says as much of the other."""
+    return _SIZE.sub("", problem).replace("bf16", "f16")
 
 
 def _distance(problem: Problem, text: str) -> float:
@@ -413,7 +414,8 @@ def _distance(problem: Problem, text: str) -> float:
     if _grouping(problem) != _grouping(other) or problem.is_empty or other.is_empty:
         return math.inf
     apart = sum(abs(math.log2(a / b)) for a, b in zip(_sizes(problem), _sizes(other), strict=True))
-    return apart + _DETAIL * ((problem.epilogue != other.epilogue) + (problem.padding != other.padding))
+    details = ("epilogue", "padding", "dtypes")
+    return apart + _DETAIL * sum(getattr(problem, name) != getattr(other, name) for name in details)
 
 
 def _grouping(problem: Problem) -> str:
