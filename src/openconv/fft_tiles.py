@@ -233,8 +233,10 @@ class Form:
         real, spectrum = self.positions * self.size, 2 * self.frequencies * self.size
         others = self.result_rows if self.wgrad else self.filter_rows
         results = self.filter_rows if self.wgrad else self.result_rows
-        # With several axes the spectra are copied on their way back, and all but the last axis come first.
-        back = self.rows_of(results) * (real + 2 * spectrum * (self.problem.rank > 1))
+        # With several axes the spectra are copied on their way back, and all but the last axis come first. Of one axis
+        # they are copied for cuFFT, which writes over them.
+        copies = 2 if self.problem.rank > 1 else int(self.cuda)
+        back = self.rows_of(results) * (real + copies * spectrum)
         if self.pointwise:
             kept = (self.image_rows + others) * spectrum
             there, back = kept, kept + back
