@@ -229,19 +229,21 @@ class Work(ConvolutionWork):
         problem, tile = self.problem, self.tile
         rows, columns = (tile.channels, tile.pixels) if tile.swapped else (tile.pixels, tile.channels)
         slots, reads = self.slots(device), len(self.tensors) + self.also
-        products = product_cycles(rows, columns, self.promoted) * self.slices / 4
-        windows, filters = (128 * tile.pixels, self.channel_tiles), (128 * tile.channels, self.pixel_tiles)
+        products = product_cycles(rows, columns, self.promoted, 3 if self.pairs else 1) * self.slices / 4
+        row = 128 * self.halves
+        windows, filters = (row * tile.pixels, self.channel_tiles), (row * tile.channels, self.pixel_tiles)
         brought = bring_cycles(windows, filters, self.tiles * tile.cluster / device.threads)
         results = prod(problem.result_shape)
         sums, added = 4 * tile.splits * results, DTYPE_BYTES[problem.result_dtype] * results
+        again = sum(self.pairs.size_bytes) / 2 if self.pairs else 0.0  # low parts
         boxes = tile.blocks * (tile.pixels // tile.box if tile.swapped else tile.channels // 64)
         told, share = cluster_cycles(tile.cluster, rows * columns, boxes)
         stored = result_cycles(rows * columns * self.out / 2 * share, tile.swapped, self.apart, reads)
         return Estimate(
             tiles=self.tiles, slots=slots, residents=tile.residents, steps=self._turn_steps(slots), products=products,
-            brought=brought, waits=wait_cycles(tile.stages, products + brought),
+            brought=brought, waits=wait_cycles(tile.stages / self.halves, products + brought),
             results=told + stored,
-            bytes=moved_bytes(problem) + self.parted * sums, added=self.parted * (sums + added),
+            bytes=moved_bytes(problem) + self.parted * sums + again, added=self.parted * (sums + added),
             rounds=boxes * share / tile.buffers if reads and not self.apart else 0.0,
         )  # fmt: skip
 
@@ -271,7 +273,8 @@ class Work(ConvolutionWork):
         return {
             **super().constants, "rank": 0 if self.flat else self.problem.rank, "swapped": tile.swapped,
             "pixels": tile.pixels, "stages": tile.stages, "buffers": tile.buffers, "box": tile.box,
-            "filters": self.order, "phases": len(self.phases), "promoted": self.promoted,
+            "filters": self.order, "phases": len(self.phases), "paired": self.pairs is not None,
+            "promoted": self.promoted,
             "barren": not all(phase.terms for phase in self.phases),
         }  # fmt: skip
 
@@ -296,6 +299,8 @@ class Work(ConvolutionWork):
         narrow += [tile.splits, self.chunks, self.depth_channels, self.out_channels, *step, *way]
         narrow += [by * each for by, each in zip(along, taps, strict=True)]
         narrow += [*out_step, *(1,) * (3 - problem.rank), *self.results]
+        if self.pairs:
+            narrow.append(self.pixels if self.flat else problem.n)
         for phase in self.phases:
             first = sum(at * each for at, each in zip(phase.first, taps, strict=True))
             narrow += [problem.n * prod(phase.count), first, *phase.taps, *phase.corner, *phase.start]
@@ -326,8 +331,8 @@ class Work(ConvolutionWork):
         problem, size = self.problem, self.size
         rank, channels = problem.rank, self.depth_channels * problem.groups
         if self.flat:
-            line, box = channels * size, (self.depth, self.tile.pixels, 1)
-            return (TensorMap(0, (channels, self.pixels, 1), (line, line * self.pixels), box, 128, size, self.rounds),)
+            line, box, pixels = channels * size, (self.depth, self.tile.pixels, 1), self.pixels * self.halves
+            return (TensorMap(0, (channels, pixels, 1), (line, line * pixels), box, 128, size, self.rounds),)
         axes = self.images[::-1]
         strides, whole = [], channels * size
         for each in axes:
@@ -343,7 +348,7 @@ class Work(ConvolutionWork):
             upper = tuple(
                 at + (of - 1) * by - axis + 1 for at, of, by, axis in zip(lower, reach, step, axes, strict=True)
             )
-            made.append(WindowMap(0, (channels, *axes, problem.n), (*strides, whole), (self.depth, self.tile.pixels),
+            made.append(WindowMap(0, (channels, *axes, problem.n * self.halves), (*strides, whole), (self.depth, self.tile.pixels),
                                   tuple(lower), upper, step, 128, size, self.rounds))  # fmt: skip
         return tuple(made)
 

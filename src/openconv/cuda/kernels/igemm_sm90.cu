@@ -19,14 +19,19 @@
 // leave as boxes, from where tensors that the epilogue reads have come before; with a stride, dgrad has a phase for
 // each way that taps can meet pixels, whose results lie apart: threads store them, 16 bytes at a time.
 //
+// f32 as `paired` tf32 (tf32_pairs.cu) is three products. A step of it takes two places of the ring: one has low parts of
+// windows and high ones of filters, the other high parts of windows and low ones of filters. The products of a step
+// have sums of their own, which begin at zero, the small ones first, and are added up outside of tensor cores, as these
+// cut sums off rather than round them. Low parts lie behind all high ones, as further images and groups.
+//
 // Shared memory: the ring, [stages][pixels + channels] rows of 128 bytes; boxes of results, [groups][buffers][boxes],
 // where the tensors and other results of an epilogue have boxes of their own; its vectors, [groups][count][channels];
 // and where results lie apart their places, [groups][pixels].
 //
 // Traits: A, Out, Sum, Epilogue, Also; D (sums), Stored, rank (0: one tap, and pixels lie as results do), swapped, pixels, channels, groups, blocks (products of a
 // group side by side), stages, buffers, box (pixels of a box of results), residents, cluster, filters (0: depth, tap, channel;
-// 1: channel, tap, depth, across; 2: depth, channel, tap), phases, parted, stats, promoted (sums of a step by
-// themselves), slices (of 32 bytes, of a step: four, or fewer where all channels are fewer), barren (some phase has no
+// 1: channel, tap, depth, across; 2: depth, channel, tap), phases, parted, stats, paired, promoted (sums of a
+// step by themselves), slices (of 32 bytes, of a step: four, or fewer where all channels are fewer), barren (some phase has no
 // taps), follows, vectors, tensors.
 
 #include "common/types.cuh"
@@ -48,7 +53,7 @@ using Epilogue = Traits::Epilogue;
 
 constexpr int pixels = Traits::pixels, channels = Traits::channels, groups = Traits::groups, blocks = Traits::blocks;
 constexpr int stages = Traits::stages, buffers = Traits::buffers, box = Traits::box, phases = Traits::phases;
-constexpr int peers = Traits::cluster;
+constexpr int peers = Traits::cluster, halves = Traits::paired ? 2 : 1;  // of a step, places of the ring
 constexpr bool swapped = Traits::swapped, turned = Traits::filters == 1, apart = phases > 1;
 constexpr int threads = 128 * groups + 128, depth = 128 / sizeof(A);
 constexpr int rows = swapped ? channels : pixels, columns = swapped ? pixels : channels, sums = columns / 2;
@@ -62,7 +67,7 @@ constexpr bool held = results::tensors > 0 && !apart;
 static_assert(rows == 64 * groups * blocks && channels % 64 == 0 && columns % 8 == 0 && columns <= 256,
               "whole products");
 static_assert(swapped ? pixels % box == 0 && box % 16 == 0 : box == 64, "whole boxes");
-static_assert(stages > 1 && buffers > 1, "a ring, and a place for results while others are stored");
+static_assert(stages > 1 && buffers > 1, "a ring of whole steps, and a place for results while others are stored");
 static_assert(!Traits::stats || !(Traits::parted || apart || peers > 1),
               "statistics are of whole results, which leave as boxes");
 static_assert(peers == 1 || rows * columns * 4 <= stages * stage_bytes, "sums lie where the ring was");
@@ -88,7 +93,8 @@ struct Params {
     int chunks;                        // steps of a tap
     int depth_channels, out_channels;  // of a group
     int step[3], offset[3], tap[3];    // from pixel to pixel, from tap to tap, and the same in the filter's memory
-    int out_step[3], out_size[3];      // from result to result of a phase
+    int out_step[3];                   // from result to result of a phase
+    int out_size[2 + halves];          // of pairs, also how many images, or pixels of rank 0, low parts are behind
     Phase phase[phases];
     bulk::Map filters, result, more[mapped > 0 ? mapped : 1], windows[phases];  // tensors, then other results
 };
@@ -141,25 +147,26 @@ using Registers = pipeline::Registers<groups, Traits::residents>;
 // -- one thread: windows and filters of all steps -------------------------------------------------------------------
 
 __device__ __forceinline__ void bring_windows(const Params& p, const Tile& tile, unsigned char* to, bulk::Barrier& full,
-                                              int c, const int (&place)[3], const int (&tap)[3], int image) {
+                                              int c, const int (&place)[3], const int (&tap)[3], int image,
+                                              int behind) {
     const bulk::Map& map = p.windows[tile.phase];
     const int right = tap[2] * p.offset[2], down = tap[1] * p.offset[1], deep = tap[0] * p.offset[0];
     if constexpr (Traits::rank == 0)
-        bulk::copy_cube(to, map, full, c, tile.pixel, 0);
+        bulk::copy_cube(to, map, full, c, tile.pixel + behind, 0);
     else if constexpr (Traits::rank == 1)
-        bulk::copy_windows(to, map, full, c, place[2], image, right);
+        bulk::copy_windows(to, map, full, c, place[2], image + behind, right);
     else if constexpr (Traits::rank == 2)
-        bulk::copy_windows(to, map, full, c, place[2], place[1], image, right, down);
+        bulk::copy_windows(to, map, full, c, place[2], place[1], image + behind, right, down);
     else
-        bulk::copy_windows(to, map, full, c, place[2], place[1], place[0], image, right, down, deep);
+        bulk::copy_windows(to, map, full, c, place[2], place[1], place[0], image + behind, right, down, deep);
 }
 
 __device__ __forceinline__ void bring_filters(const Params& p, const Tile& tile, unsigned char* to, bulk::Barrier& full,
-                                              int d, int tap) {
+                                              int d, int tap, int behind) {
     if constexpr (Traits::filters == 0)
-        bulk::copy(to, p.filters, full, d, tap, tile.channel, tile.group);
+        bulk::copy(to, p.filters, full, d, tap, tile.channel, tile.group + behind);
     else if constexpr (Traits::filters == 2)
-        bulk::copy(to, p.filters, full, d, tile.channel, tap, tile.group);
+        bulk::copy(to, p.filters, full, d, tile.channel, tap, tile.group + behind);
     else
 #pragma unroll
         for (int i = 0; i < channels / 64; ++i)
@@ -189,15 +196,20 @@ __device__ __forceinline__ void bring(const Params& p, unsigned char* ring, bulk
         }
 #pragma unroll 1  // instructions that have not been fetched yet are what a block waits for first
         for (int step = 0; step < tile.steps; ++step) {
-            unsigned char* const to = ring + turn.stage * stage_bytes;
-            bulk::Barrier& arrived = full[turn.stage];
-            bulk::wait(empty[turn.stage], turn.parity ^ 1);
-            bulk::expect(arrived, stage_bytes);
-            const int d = chunk * depth;
-            bring_windows(p, tile, to, arrived, tile.group * p.depth_channels + d, place, tap, image);
-            bring_filters(p, tile, to + window_bytes, arrived, d,
-                          phase.first_tap + tap[0] * p.tap[0] + tap[1] * p.tap[1] + tap[2] * p.tap[2]);
-            turn.next();
+#pragma unroll
+            for (int half = 0; half < halves; ++half) {  // windows of low parts come first, and filters of high ones
+                unsigned char* const to = ring + turn.stage * stage_bytes;
+                bulk::Barrier& arrived = full[turn.stage];
+                bulk::wait(empty[turn.stage], turn.parity ^ 1);
+                bulk::expect(arrived, stage_bytes);
+                const int d = chunk * depth;
+                bring_windows(p, tile, to, arrived, tile.group * p.depth_channels + d, place, tap, image,
+                              Traits::paired && half == 0 ? p.out_size[halves + 1] : 0);
+                bring_filters(p, tile, to + window_bytes, arrived, d,
+                              phase.first_tap + tap[0] * p.tap[0] + tap[1] * p.tap[1] + tap[2] * p.tap[2],
+                              half == 1 ? int(p.conv_groups.value) : 0);
+                turn.next();
+            }
             if (++tap[2] < phase.taps[2]) continue;
             tap[2] = 0;
             if (++tap[1] < phase.taps[1]) continue;
@@ -233,14 +245,16 @@ struct Operands {
     }
 };
 
+// Of windows in one stage and filters in another, or the same.
 template <int N>
-__device__ __forceinline__ void ask(D (&sum)[blocks][N], const Operands& operands, int stage, int adds) {
+__device__ __forceinline__ void ask(D (&sum)[blocks][N], const Operands& operands, int windows, int filters, int adds) {
     tensor::group_begin();
 #pragma unroll
     for (int k = 0; k < Traits::slices; ++k)
 #pragma unroll
         for (int m = 0; m < blocks; ++m)
-            tensor::group_product(sum[m], operands.a(stage, m, k), operands.b(stage, k), k > 0 ? 1 : adds);
+            tensor::group_product(sum[m], operands.a(swapped ? filters : windows, m, k),
+                                  operands.b(swapped ? windows : filters, k), k > 0 ? 1 : adds);
     tensor::group_commit();
 }
 
@@ -257,12 +271,13 @@ __device__ __forceinline__ void multiply(D (&sum)[blocks][N], const Operands& op
         }
     }
     pipeline::multiply(steps, turn, full, empty, leads_warp,
-                       [&](int stage, int adds) { ask(sum, operands, stage, adds); });
+                       [&](int stage, int adds) { ask(sum, operands, stage, stage, adds); });
 #pragma unroll
     for (int m = 0; m < blocks; ++m) tensor::group_done(sum[m]);
 }
 
-// Tensor cores add e4m3 and e5m2 in fewer bits than f32 has: each step's sums are added up outside of them.
+// Tensor cores add e4m3 and e5m2 in fewer bits than f32 has, and cut sums off that are to be as exact as those of f32:
+// each step's sums are added up outside of them.
 template <int N>
 __device__ __forceinline__ void multiply_promoted(D (&sum)[blocks][N], const Operands& operands, int steps, Turn& turn,
                                                   bulk::Barrier* full, bulk::Barrier* empty, bool leads_warp) {
@@ -272,12 +287,22 @@ __device__ __forceinline__ void multiply_promoted(D (&sum)[blocks][N], const Ope
         for (int i = 0; i < N; ++i) sum[m][i] = 0;
     for (int step = 0; step < steps; ++step) {
         D part[blocks][N];
+        const int first = turn.stage;
         bulk::wait(full[turn.stage], turn.parity);
-        ask(part, operands, turn.stage, 0);
+        ask(part, operands, first, first, 0);
+        if constexpr (Traits::paired) {
+            turn.next();
+            bulk::wait(full[turn.stage], turn.parity);
+            ask(part, operands, turn.stage, turn.stage, 1);
+            ask(part, operands, turn.stage, first, 1);
+        }
         tensor::group_left<0>();
 #pragma unroll
         for (int m = 0; m < blocks; ++m) tensor::group_done(part[m]);
-        if (leads_warp) bulk::arrive(empty[turn.stage]);
+        if (leads_warp) {
+            bulk::arrive(empty[turn.stage]);
+            if constexpr (Traits::paired) bulk::arrive(empty[first]);
+        }
         turn.next();
 #pragma unroll
         for (int m = 0; m < blocks; ++m)
@@ -475,7 +500,7 @@ igemm_sm90(const __grid_constant__ Params p) {
             list_places(p, tile, tile.pixel + (swapped ? 0 : group * listed), list);
         }
         D sum[blocks][sums];
-        if constexpr (Traits::promoted)
+        if constexpr (Traits::promoted || Traits::paired)
             multiply_promoted(sum, operands, tile.steps, turn, full, empty, lane == 0);
         else
             multiply(sum, operands, tile.steps, turn, full, empty, lane == 0);
