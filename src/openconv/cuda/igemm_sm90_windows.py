@@ -213,7 +213,8 @@ class Work(ConvolutionWork):
         sets = tile.blocks if tile.swapped else tile.channels // 64
         # Results of four bytes leave one by one where channels are rows, and tensors of them come so.
         places = 72 if tile.swapped and self.out == 4 and self.tensors else 4 * len(self.tensors)
-        return sums + 36 + places + 6 * self.also + 4 * self.problem.stats * sets
+        more = 4 + 20 * (self.problem.stats or tile.groups > 2) if self.pairs else 0
+        return sums + 36 + places + 6 * self.also + 4 * self.problem.stats * sets + more
 
     @property
     def sums(self) -> int:
