@@ -118,7 +118,7 @@ class IgemmSm90(Engine):
         if _work(problem, knobs).turned:
             made.append("copy w with its depth last")
         if _work(problem, knobs).pairs:
-            made.append("copy x and w as pairs of tf32" if problem.direction == "fprop" else "copy dy and w as pairs of tf32")
+            made.append(f"copy {'x' if problem.direction == 'fprop' else 'dy'} and w as pairs of tf32")
         if result := turned_result(problem):
             made.append(f"copy {result.name} from nhwc to nchw")
         return tuple(made)

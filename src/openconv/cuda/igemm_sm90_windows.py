@@ -349,8 +349,10 @@ class Work(ConvolutionWork):
             upper = tuple(
                 at + (of - 1) * by - axis + 1 for at, of, by, axis in zip(lower, reach, step, axes, strict=True)
             )
-            made.append(WindowMap(0, (channels, *axes, problem.n * self.halves), (*strides, whole), (self.depth, self.tile.pixels),
-                                  tuple(lower), upper, step, 128, size, self.rounds))  # fmt: skip
+            sizes, box = (channels, *axes, problem.n * self.halves), (self.depth, self.tile.pixels)
+            made.append(
+                WindowMap(0, sizes, (*strides, whole), box, tuple(lower), upper, step, 128, size, self.rounds)
+            )
         return tuple(made)
 
 
