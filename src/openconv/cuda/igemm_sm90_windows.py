@@ -332,8 +332,9 @@ class Work(ConvolutionWork):
         problem, size = self.problem, self.size
         rank, channels = problem.rank, self.depth_channels * problem.groups
         if self.flat:
-            line, box, pixels = channels * size, (self.depth, self.tile.pixels, 1), self.pixels * self.halves
+            line, pixels, box = channels * size, self.pixels * self.halves, (self.depth, self.tile.pixels, 1)
             return (TensorMap(0, (channels, pixels, 1), (line, line * pixels), box, 128, size, self.rounds),)
+        images = problem.n * self.halves
         axes = self.images[::-1]
         strides, whole = [], channels * size
         for each in axes:
@@ -349,10 +350,8 @@ class Work(ConvolutionWork):
             upper = tuple(
                 at + (of - 1) * by - axis + 1 for at, of, by, axis in zip(lower, reach, step, axes, strict=True)
             )
-            sizes, box = (channels, *axes, problem.n * self.halves), (self.depth, self.tile.pixels)
-            made.append(
-                WindowMap(0, sizes, (*strides, whole), box, tuple(lower), upper, step, 128, size, self.rounds)
-            )
+            made.append(WindowMap(0, (channels, *axes, images), (*strides, whole), (self.depth, self.tile.pixels),
+                                  tuple(lower), upper, step, 128, size, self.rounds))  # fmt: skip
         return tuple(made)
 
 
