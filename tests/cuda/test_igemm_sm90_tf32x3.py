@@ -123,14 +123,14 @@ def bits_of(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32)
 
 
-@pytest.mark.parametrize("sizes", [(4, 4), (4100, 8), (12, 8196)])
+@pytest.mark.parametrize("sizes", [(4, 4), (4100, 8), (12, 8196), (0, 16)])
 def test_pairs(sizes):
     """Both parts have 11 bits, and together all of a number but for one unit; nothing is written behind them."""
     tensors_ = [torch.randint(-(2**31), 2**31, (size,), dtype=torch.int32).view(torch.float32) for size in sizes]
     special = [torch.inf, -torch.inf, torch.nan, 3.4028235e38, -3.4028235e38, -0.0, 1e-42, 0.0]
-    whole = tensors_[0][: len(special)]
+    whole = tensors_[not sizes[0]][: len(special)]
     whole.copy_(torch.tensor(special)[: len(whole)])
-    bits_of(tensors_[1])[0] = 0x7F800001  # a NaN that is an infinity if its last bits are cut off
+    bits_of(tensors_[1])[-1] = 0x7F800001  # a NaN that is an infinity if its last bits are cut off
     found = [torch.full((2 * size + 4,), 7.0) for size in sizes]
     pairs = Pairs(*sizes)
     assert pairs.size_bytes == tuple(8 * size for size in sizes)
@@ -167,19 +167,17 @@ def test_what_it_refuses(text, words):
 
 
 def test_what_is_copied_is_told_and_counted():
+    """Rows are taken apart in registers, columns beforehand."""
     problem, device = problem_of("n4 c64 h14 w14 k128 r3 s3 pad1", "dgrad"), device_for("sm_90a")
-    knobs = ENGINE.knobs(problem, device)[0]
-    made = "copy w with its depth last", "copy dy and w as pairs of tf32"
-    assert ENGINE.copies(problem, knobs) == made
-    factors, results = 4 * 128 * 14 * 14, 4 * 64 * 14 * 14
-    filters = 128 * 64 * 9
-    sums = 4 * results * knobs.splits if knobs.splits > 1 else 0
-    assert ENGINE.workspace_bytes(problem, device, knobs) == 4 * filters + 8 * factors + 8 * filters + sums
-    names = {source.file for source in ENGINE.sources(problem, device, knobs)}
-    assert {"igemm_sm90.cu", "channels_last.cu", "tf32_pairs.cu"} <= names
-    pairs = Pairs(factors, filters)
-    main = windows.work(problem, knobs).estimate(device).seconds(device)
-    assert ENGINE.cost(problem, device, knobs) > main + pairs.seconds(device)
+    factors, filters = 4 * 128 * 14 * 14, 128 * 64 * 9
+    for tile, text, copied in ((ROWS, "w", 0), (COLUMNS, "dy and w", factors)):
+        made = "copy w with its depth last", f"copy {text} as pairs of tf32"
+        assert ENGINE.copies(problem, tile) == made
+        assert ENGINE.workspace_bytes(problem, device, tile) == 4 * filters + 8 * copied + 8 * filters
+        names = {source.file for source in ENGINE.sources(problem, device, tile)}
+        assert names == {"igemm_sm90.cu", "channels_last.cu", "tf32_pairs.cu"}
+        main = windows.work(problem, tile).estimate(device).seconds(device)
+        assert ENGINE.cost(problem, device, tile) > main + Pairs(copied, filters).seconds(device)
     assert all(isinstance(tile, Windows) for tile in tiles(problem, device))
 
 
@@ -194,8 +192,10 @@ COMPILED = (
 def test_compiles_well(sizes, at, direction, fusion):
     """Without spills, and without products that wait for each other."""
     problem = Problem.parse(f"{direction} {sizes} f32 nhwc tf32x3 {fusion}".strip())
-    some = ENGINE.knobs(problem, device_for("sm_90a"))
-    for tile in (some[0], some[at % len(some)]):
+    some = list(tiles(problem, device_for("sm_90a")))
+    rows = [tile for tile in some if not tile.swapped]
+    columns = [tile for tile in some if tile.swapped]
+    for tile in (rows[at % len(rows)], columns[at % len(columns)]):
         said = jit._compile(windows.work(problem, tile).source, "sm_90a", verbose=True)[1]
         assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
         assert "serialized" not in said

@@ -118,7 +118,8 @@ class IgemmSm90(Engine):
         if _work(problem, knobs).turned:
             made.append("copy w with its depth last")
         if _work(problem, knobs).pairs:
-            made.append(f"copy {'x' if problem.direction == 'fprop' else 'dy'} and w as pairs of tf32")
+            windows = "x and " if problem.direction == "fprop" else "dy and "
+            made.append(f"copy {windows * knobs.swapped}w as pairs of tf32")
         if result := turned_result(problem):
             made.append(f"copy {result.name} from nhwc to nchw")
         return tuple(made)
@@ -130,10 +131,8 @@ class IgemmSm90(Engine):
         assert isinstance(device, CudaDevice)
         copied = [*_turns(problem, knobs), *turned_operands(problem), turned_result(problem)]
         seconds = sum(2.2e-6 + 1.2 * turn.seconds(device) for turn in copied if turn)
-        if pairs := paired(problem):
-            seconds += pairs.seconds(device)
-        # Second kernels of splits are in the estimate, which knobs are ordered by; the rest is the same for all.
-        return seconds + 2.5e-6 * problem.stats + _work(problem, knobs).estimate(device).seconds(device)
+        # The rest is the same for all knobs.
+        return seconds + 2.5e-6 * problem.stats + _seconds(problem, device, knobs)
 
     def reasons(self, problem: Problem, device: Device, knobs: Any) -> tuple[str, ...]:
         assert isinstance(device, CudaDevice)
@@ -181,7 +180,9 @@ class IgemmSm90(Engine):
             if apart is not None:
                 pairs = [base + place for place in memory.pairs]
                 apart(given[0], given[2], *pairs)
-                given[0], given[2] = pairs
+                given[2] = pairs[1]
+                if work.pairs.first:
+                    given[0] = pairs[0]
             made = base + memory.result if back is not None else to
             first(given[0], given[2], made, *given[3:], *kept_results, *spare, base)
             if second is not None:
@@ -235,6 +236,13 @@ def tiles(problem: Problem, device: Device) -> Iterator[Any]:
     yield from igemm_sm90_halo.tiles(problem, device)
 
 
+def _seconds(problem: Problem, device: CudaDevice, knobs: Any) -> float:
+    """What knobs are ordered by: the main kernel, the second one of splits, and the copy of pairs."""
+    work = _work(problem, knobs)
+    pairs = work.pairs.seconds(device) if work.pairs else 0.0
+    return float(pairs + work.estimate(device).seconds(device))
+
+
 def _turns(problem: Problem, knobs: Any) -> list[Turn | None]:
     """Copies of both inputs with their channels last, and of the filter, which is the second, with its depth last."""
     return [*turned_inputs(problem), _work(problem, knobs).turned]
@@ -265,7 +273,7 @@ class _Memory:
 @lru_cache(maxsize=512)
 def _knobs(problem: Problem, device: Device) -> tuple[Any, ...]:
     assert isinstance(device, CudaDevice)
-    seconds = {tile: _work(problem, tile).estimate(device).seconds(device) for tile in tiles(problem, device)}
+    seconds = {tile: _seconds(problem, device, tile) for tile in tiles(problem, device)}
     ordered = sorted(seconds, key=seconds.__getitem__)
     kinds = {kind: [tile for tile in ordered if type(tile) is kind] for kind in _VARIANTS}
     some = {tile for found in kinds.values() for tile in found[:_ALTERNATIVES]}

@@ -10,7 +10,8 @@ from ..problem import DTYPE_BYTES, Problem
 from .device import CudaDevice
 
 __all__ = [
-    "Estimate", "bring_cycles", "cluster_cycles", "moved_bytes", "product_cycles", "result_cycles", "wait_cycles",
+    "Estimate", "bring_cycles", "cluster_cycles", "moved_bytes", "pair_cycles", "product_cycles", "result_cycles",
+    "wait_cycles",
 ]  # fmt: skip
 
 _CLOCK = 1.755e9  # cycles a second
@@ -39,6 +40,12 @@ def product_cycles(rows: int, columns: int, promoted: bool = False, terms: int =
     cycles = 4 * terms * rows / 64 * each * _BETWEEN
     # A step's sums are added up by CUDA cores, each of which does 32 lanes of a warp in a cycle, while products wait.
     return cycles + (rows * columns / 128 + 60 if promoted else 0)
+
+
+def pair_cycles(rows: int, groups: int) -> float:
+    """Cycles in which CUDA cores make pairs of a step's rows, 32 values each, of which another group's products hide a
+    part: some 12 instructions a value, counted and not measured."""
+    return 32 * 12 / 128 * rows / groups
 
 
 def bring_cycles(first: tuple[float, int], second: tuple[float, int], busy: float) -> float:

@@ -18,6 +18,7 @@ from .igemm_sm90_model import (
     bring_cycles,
     cluster_cycles,
     moved_bytes,
+    pair_cycles,
     product_cycles,
     result_cycles,
     wait_cycles,
@@ -151,6 +152,8 @@ class Work(ConvolutionWork):
 
     def __init__(self, problem: Problem, tile: Windows) -> None:
         super().__init__(problem, tile)
+        if self.pairs and not tile.swapped:  # rows are taken apart in registers
+            self.pairs = replace(self.pairs, first=0)
         self.phases = phases(problem)
         self.images = problem.spatial if self.fprop else problem.out
         self.results = problem.out if self.fprop else problem.spatial
@@ -174,8 +177,13 @@ class Work(ConvolutionWork):
         return self.phases[0].terms * self.chunks
 
     @property
+    def places(self) -> int:
+        """Of a step, in the ring; and parts of windows in memory."""
+        return 2 if self.pairs and self.tile.swapped else 1
+
+    @property
     def stage_bytes(self) -> int:
-        return 128 * (self.tile.pixels + self.tile.channels)
+        return 128 * (self.tile.pixels + self.tile.channels * (self.halves if self.places == 1 else 1))
 
     @property
     def buffer_bytes(self) -> int:
@@ -214,6 +222,8 @@ class Work(ConvolutionWork):
         # Results of four bytes leave one by one where channels are rows, and tensors of them come so.
         places = 72 if tile.swapped and self.out == 4 and self.tensors else 4 * len(self.tensors)
         more = 4 + 20 * (self.problem.stats or tile.groups > 2) if self.pairs else 0
+        if self.pairs and not tile.swapped:
+            more += 8 * self.slices * tile.blocks  # windows
         return sums + 36 + places + 6 * self.also + 4 * self.problem.stats * sets + more
 
     @property
@@ -231,8 +241,10 @@ class Work(ConvolutionWork):
         rows, columns = (tile.channels, tile.pixels) if tile.swapped else (tile.pixels, tile.channels)
         slots, reads = self.slots(device), len(self.tensors) + self.also
         products = product_cycles(rows, columns, self.promoted, 3 if self.pairs else 1) * self.slices / 4
-        row = 128 * self.halves
-        windows, filters = (row * tile.pixels, self.channel_tiles), (row * tile.channels, self.pixel_tiles)
+        if self.pairs and not tile.swapped:  # read and taken apart while another group multiplies
+            products += pair_cycles(rows, tile.groups * tile.residents)
+        windows = 128 * self.places * tile.pixels, self.channel_tiles
+        filters = 128 * self.halves * tile.channels, self.pixel_tiles
         brought = bring_cycles(windows, filters, self.tiles * tile.cluster / device.threads)
         results = prod(problem.result_shape)
         sums, added = 4 * tile.splits * results, DTYPE_BYTES[problem.result_dtype] * results
@@ -242,7 +254,7 @@ class Work(ConvolutionWork):
         stored = result_cycles(rows * columns * self.out / 2 * share, tile.swapped, self.apart, reads)
         return Estimate(
             tiles=self.tiles, slots=slots, residents=tile.residents, steps=self._turn_steps(slots), products=products,
-            brought=brought, waits=wait_cycles(tile.stages / self.halves, products + brought),
+            brought=brought, waits=wait_cycles(tile.stages / self.places, products + brought),
             results=told + stored,
             bytes=moved_bytes(problem) + self.parted * sums + again, added=self.parted * (sums + added),
             rounds=boxes * share / tile.buffers if reads and not self.apart else 0.0,
@@ -285,8 +297,9 @@ class Work(ConvolutionWork):
         first, second = (self.second, self.first) if tile.swapped else (self.first, self.second)
         across = self.order == 1
         text = group_product.product(
-            tile.columns, first, second, turned_first=across and tile.swapped, turned_second=across and not tile.swapped
-        )
+            tile.columns, first, second, turned_first=across and tile.swapped,
+            turned_second=across and not tile.swapped, registers=self.pairs is not None and not tile.swapped,
+        )  # fmt: skip
         return jit.Source("igemm_sm90.cu", text + fusion.traits(stored(self.problem), self.constants))
 
     @property
@@ -300,7 +313,7 @@ class Work(ConvolutionWork):
         narrow += [tile.splits, self.chunks, self.depth_channels, self.out_channels, *step, *way]
         narrow += [by * each for by, each in zip(along, taps, strict=True)]
         narrow += [*out_step, *(1,) * (3 - problem.rank), *self.results]
-        if self.pairs:
+        if self.places > 1:
             narrow.append(self.pixels if self.flat else problem.n)
         for phase in self.phases:
             first = sum(at * each for at, each in zip(phase.first, taps, strict=True))
@@ -332,9 +345,9 @@ class Work(ConvolutionWork):
         problem, size = self.problem, self.size
         rank, channels = problem.rank, self.depth_channels * problem.groups
         if self.flat:
-            line, pixels, box = channels * size, self.pixels * self.halves, (self.depth, self.tile.pixels, 1)
+            line, pixels, box = channels * size, self.pixels * self.places, (self.depth, self.tile.pixels, 1)
             return (TensorMap(0, (channels, pixels, 1), (line, line * pixels), box, 128, size, self.rounds),)
-        images = problem.n * self.halves
+        images = problem.n * self.places
         axes = self.images[::-1]
         strides, whole = [], channels * size
         for each in axes:

@@ -194,7 +194,7 @@ class ConvolutionWork(GroupWork):
 
     @property
     def halves(self) -> int:
-        """Of a step, places of the ring, and of factors in memory."""
+        """Parts of the filter in memory."""
         return 2 if self.pairs else 1
 
     @property

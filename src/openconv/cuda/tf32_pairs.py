@@ -18,7 +18,7 @@ _BLOCK = 1024  # vectors of four values
 @dataclass(frozen=True)
 class Pairs:
     """Two tensors of so many values, multiples of four, to be copied as their high parts and, behind them, their low
-    ones (``kernels/tf32_pairs.cu``)."""
+    ones (``kernels/tf32_pairs.cu``). Of the first there may be none."""
 
     first: int
     second: int

@@ -19,10 +19,12 @@
 // leave as boxes, from where tensors that the epilogue reads have come before; with a stride, dgrad has a phase for
 // each way that taps can meet pixels, whose results lie apart: threads store them, 16 bytes at a time.
 //
-// f32 as `paired` tf32 (tf32_pairs.cu) is three products. A step of it takes two places of the ring: one has low parts of
-// windows and high ones of filters, the other high parts of windows and low ones of filters. The products of a step
-// have sums of their own, which begin at zero, the small ones first, and are added up outside of tensor cores, as these
-// cut sums off rather than round them. Low parts lie behind all high ones, as further images and groups.
+// f32 as `paired` tf32 (common/tf32_pairs.cuh) is three products. The products of a step have sums of their own, which
+// begin at zero, the small ones first, and are added up outside of tensor cores, as these cut sums off rather than round
+// them. Low parts of filters lie behind all high ones, as further groups. Windows that are rows come as they are: a
+// thread reads its values of them from the ring, and multiplies both parts from registers. Windows that are columns
+// must be in shared memory: they are pairs as well, with low parts as further images, and a step takes two places of
+// the ring, one with low parts of windows and high ones of filters, the other one the other way round.
 //
 // Shared memory: the ring, [stages][pixels + channels] rows of 128 bytes; boxes of results, [groups][buffers][boxes],
 // where the tensors and other results of an epilogue have boxes of their own; its vectors, [groups][count][channels];
@@ -41,6 +43,7 @@
 #include "common/pointwise.cuh"
 #include "common/relu.cuh"
 #include "common/shared.cuh"
+#include "common/tf32_pairs.cuh"
 #include "common/group_ring.cuh"
 #include "common/cluster_sums.cuh"
 #include "traits"
@@ -53,11 +56,13 @@ using Epilogue = Traits::Epilogue;
 
 constexpr int pixels = Traits::pixels, channels = Traits::channels, groups = Traits::groups, blocks = Traits::blocks;
 constexpr int stages = Traits::stages, buffers = Traits::buffers, box = Traits::box, phases = Traits::phases;
-constexpr int peers = Traits::cluster, halves = Traits::paired ? 2 : 1;  // of a step, places of the ring
+constexpr int peers = Traits::cluster, halves = Traits::paired && Traits::swapped ? 2 : 1;  // of a step, places
 constexpr bool swapped = Traits::swapped, turned = Traits::filters == 1, apart = phases > 1;
 constexpr int threads = 128 * groups + 128, depth = 128 / sizeof(A);
 constexpr int rows = swapped ? channels : pixels, columns = swapped ? pixels : channels, sums = columns / 2;
-constexpr int window_bytes = pixels * 128, stage_bytes = window_bytes + channels * 128;
+constexpr int window_bytes = pixels * 128, filter_bytes = channels * 128;
+constexpr bool apart_here = Traits::paired && !swapped;  // windows are taken apart in registers
+constexpr int stage_bytes = window_bytes + filter_bytes * (apart_here ? 2 : 1);
 constexpr int along = swapped ? pixels / box : channels / 64, boxes = blocks * along;  // of a group's results
 constexpr int each = swapped ? box / 2 : 32;  // of a thread's sums, those of a box
 constexpr int box_bytes = box * 64 * results::size, buffer_bytes = box_bytes * results::boxes;
@@ -204,10 +209,14 @@ __device__ __forceinline__ void bring(const Params& p, unsigned char* ring, bulk
                 bulk::expect(arrived, stage_bytes);
                 const int d = chunk * depth;
                 bring_windows(p, tile, to, arrived, tile.group * p.depth_channels + d, place, tap, image,
-                              Traits::paired && half == 0 ? p.out_size[halves + 1] : 0);
+                              halves > 1 && half == 0 ? p.out_size[halves + 1] : 0);
                 bring_filters(p, tile, to + window_bytes, arrived, d,
                               phase.first_tap + tap[0] * p.tap[0] + tap[1] * p.tap[1] + tap[2] * p.tap[2],
                               half == 1 ? int(p.conv_groups.value) : 0);
+                if constexpr (apart_here)
+                    bring_filters(p, tile, to + window_bytes + filter_bytes, arrived, d,
+                                  phase.first_tap + tap[0] * p.tap[0] + tap[1] * p.tap[1] + tap[2] * p.tap[2],
+                                  int(p.conv_groups.value));
                 turn.next();
             }
             if (++tap[2] < phase.taps[2]) continue;
@@ -229,8 +238,9 @@ __device__ __forceinline__ void bring(const Params& p, unsigned char* ring, bulk
 
 struct Operands {
     u64 first, second;
+    const unsigned char* ring;
 
-    __device__ __forceinline__ Operands(const unsigned char* ring, int group) {
+    __device__ __forceinline__ Operands(const unsigned char* ring, int group) : ring(ring) {
         const unsigned char* const a = ring + (swapped ? window_bytes : 0) + group * blocks * 8192;
         const unsigned char* const b = ring + (swapped ? 0 : window_bytes);
         first = turned && swapped ? tensor::turned_descriptor(a, 8192) : tensor::descriptor(a);
@@ -256,6 +266,62 @@ __device__ __forceinline__ void ask(D (&sum)[blocks][N], const Operands& operand
             tensor::group_product(sum[m], operands.a(swapped ? filters : windows, m, k),
                                   operands.b(swapped ? windows : filters, k), k > 0 ? 1 : adds);
     tensor::group_commit();
+}
+
+// Windows of a thread in registers, as products take them: in each slice, row lane / 4 of a warp's 16 and the one eight
+// below, column lane % 4 and the one four further.
+struct Apart {
+    u32 high[blocks][Traits::slices][4], low[blocks][Traits::slices][4];
+
+    __device__ __forceinline__ explicit Apart(const unsigned char* stage) {
+        const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, group = threadIdx.x / 128;
+        const unsigned char* const from = stage + (group * blocks * 64 + row) * 128 + threadIdx.x % 4 * 4;
+        bool all = true;
+#pragma unroll
+        for (int m = 0; m < blocks; ++m)
+#pragma unroll
+            for (int k = 0; k < Traits::slices; ++k) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int piece = (2 * k + i / 2) ^ (row & 7);
+                    high[m][k][i] = *reinterpret_cast<const u32*>(from + m * 8192 + i % 2 * 1024 + piece * 16);
+                }
+                all = tf32::usual(high[m][k]) && all;
+            }
+        if (all)
+            each([](u32& high, u32& low) {
+                low = tf32::usual_low(high);
+                high = tf32::nearest(high);
+            });
+        else
+            each([](u32& high, u32& low) {
+                const tf32::Pair pair(__uint_as_float(high));
+                high = pair.high;
+                low = pair.low;
+            });
+        __syncwarp();
+    }
+    template <class Change>
+    __device__ __forceinline__ void each(const Change& change) {
+#pragma unroll
+        for (int m = 0; m < blocks; ++m)
+#pragma unroll
+            for (int k = 0; k < Traits::slices; ++k)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) change(high[m][k][i], low[m][k][i]);
+    }
+};
+
+// `filters`: bytes from the stage's first filters on.
+template <int N, class From>
+__device__ __forceinline__ void ask_apart(D (&sum)[blocks][N], From& windows, const Operands& operands, int stage,
+                                          int filters, int adds) {
+#pragma unroll
+    for (int k = 0; k < Traits::slices; ++k)
+#pragma unroll
+        for (int m = 0; m < blocks; ++m)
+            tensor::group_product(sum[m], windows[m][k], tensor::along(operands.b(stage, k), filters),
+                                  k > 0 ? 1 : adds);
 }
 
 template <int N>
@@ -289,8 +355,20 @@ __device__ __forceinline__ void multiply_promoted(D (&sum)[blocks][N], const Ope
         D part[blocks][N];
         const int first = turn.stage;
         bulk::wait(full[turn.stage], turn.parity);
-        ask(part, operands, first, first, 0);
-        if constexpr (Traits::paired) {
+        if constexpr (apart_here) {
+            Apart windows(operands.ring + first * stage_bytes);
+            tensor::group_begin();
+            ask_apart(part, windows.low, operands, first, 0, 0);
+            ask_apart(part, windows.high, operands, first, filter_bytes, 1);
+            ask_apart(part, windows.high, operands, first, 0, 1);
+            tensor::group_commit();
+            tensor::group_left<0>();
+            windows.each([](u32& high, u32& low) { asm volatile("" : "+r"(high), "+r"(low)::"memory"); });
+            __syncwarp();  // all lanes have read their windows
+        } else {
+            ask(part, operands, first, first, 0);
+        }
+        if constexpr (halves > 1) {
             turn.next();
             bulk::wait(full[turn.stage], turn.parity);
             ask(part, operands, turn.stage, turn.stage, 1);
@@ -301,7 +379,7 @@ __device__ __forceinline__ void multiply_promoted(D (&sum)[blocks][N], const Ope
         for (int m = 0; m < blocks; ++m) tensor::group_done(part[m]);
         if (leads_warp) {
             bulk::arrive(empty[turn.stage]);
-            if constexpr (Traits::paired) bulk::arrive(empty[first]);
+            if constexpr (halves > 1) bulk::arrive(empty[first]);
         }
         turn.next();
 #pragma unroll
