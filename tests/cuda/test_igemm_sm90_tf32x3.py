@@ -123,6 +123,21 @@ def bits_of(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32)
 
 
+@pytest.mark.parametrize("direction", ["fprop", "dgrad"])
+def test_rows_and_columns_have_the_same_bits(direction):
+    """Pairs made in registers, beside a number that needs care or not, are those of the copy."""
+    problem = problem_of("n2 c72 h5 w7 k40 r3 s3 pad1", direction)
+    a, b, _ = tensors(problem)
+    a[1, 3, 4, 5] = 3.4028e38
+    b[:, 3] = b[3] = 2.0**-20
+    found = [
+        bits_of(run_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, tile), inputs=(a, b, ())).out)
+        for tile in (ROWS, COLUMNS, Windows(128, 64, 1, 2, 4, 2))
+    ]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 @pytest.mark.parametrize("sizes", [(4, 4), (4100, 8), (12, 8196), (0, 16)])
 def test_pairs(sizes):
     """Both parts have 11 bits, and together all of a number but for one unit; nothing is written behind them."""
