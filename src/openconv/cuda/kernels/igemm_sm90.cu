@@ -310,12 +310,22 @@ struct Apart {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) change(high[m][k][i], low[m][k][i]);
     }
+    // Behind the wait for the products: registers have stayed as they were.
+    __device__ __forceinline__ void keep() {
+#pragma unroll
+        for (int m = 0; m < blocks; ++m)
+#pragma unroll
+            for (int k = 0; k < Traits::slices; ++k) {
+                tensor::keep(high[m][k]);
+                tensor::keep(low[m][k]);
+            }
+    }
 };
 
 // `filters`: bytes from the stage's first filters on.
-template <int N, class From>
-__device__ __forceinline__ void ask_apart(D (&sum)[blocks][N], From& windows, const Operands& operands, int stage,
-                                          int filters, int adds) {
+template <int N>
+__device__ __forceinline__ void ask_apart(D (&sum)[blocks][N], const u32 (&windows)[blocks][Traits::slices][4],
+                                          const Operands& operands, int stage, int filters, int adds) {
 #pragma unroll
     for (int k = 0; k < Traits::slices; ++k)
 #pragma unroll
@@ -363,18 +373,18 @@ __device__ __forceinline__ void multiply_promoted(D (&sum)[blocks][N], const Ope
             ask_apart(part, windows.high, operands, first, 0, 1);
             tensor::group_commit();
             tensor::group_left<0>();
-            windows.each([](u32& high, u32& low) { asm volatile("" : "+r"(high), "+r"(low)::"memory"); });
+            windows.keep();
             __syncwarp();  // all lanes have read their windows
         } else {
             ask(part, operands, first, first, 0);
+            if constexpr (halves > 1) {
+                turn.next();
+                bulk::wait(full[turn.stage], turn.parity);
+                ask(part, operands, turn.stage, turn.stage, 1);
+                ask(part, operands, turn.stage, first, 1);
+            }
+            tensor::group_left<0>();
         }
-        if constexpr (halves > 1) {
-            turn.next();
-            bulk::wait(full[turn.stage], turn.parity);
-            ask(part, operands, turn.stage, turn.stage, 1);
-            ask(part, operands, turn.stage, first, 1);
-        }
-        tensor::group_left<0>();
 #pragma unroll
         for (int m = 0; m < blocks; ++m) tensor::group_done(part[m]);
         if (leads_warp) {
