@@ -99,7 +99,8 @@ def test_what_is_known_of_f16_is_known_of_bf16():
     layer = Problem.parse("fprop n4 c16 h20 w20 k32 r3 s3 pad1 f16 nchw")
     know(layer, cpu_naive=5, cpu_im2col_gemm=7)
     found = database.lookup(Problem.parse(str(layer).replace("f16", "bf16")), DEVICE, version_of)
-    assert found is not None and found.problem == str(layer)
+    assert found is not None
+    assert found.problem == str(layer)
     assert 0 < found.distance < 0.1  # a neighbour, and nearer than any other size
 
 

@@ -114,6 +114,12 @@ template <class T, bool Turned, int N> inline void compute_from_registers(const 
     multiply<T, Turned, N, float>(asked, asked.rows);
 }
 
+template <int N> inline void compute_tf32_from_registers(const Asked& asked) {
+    float rows[2][8];
+    for (int half = 0; half < 2; ++half) memcpy(rows[half], asked.rows[half], sizeof rows[half]);
+    multiply<tf32, false, N, float>(asked, rows);
+}
+
 inline void ask(Asked asked) {
     asked.batch = asking[emulator::current].batches;
     asking[emulator::current].products.add(asked);
@@ -179,7 +185,18 @@ inline void emulated_turned_product(float (&d)[N], const A& a, unsigned long lon
     ask_product<T, true>(d, a, b);
 }
 
-// That of group_product.py. Rows of its second operand may begin anywhere in a pattern, as those of a window do.
+// Those of group_product.py: the first operand in registers, four bytes each.
+template <int N>
+inline void emulated_register_product(float (&d)[N], const unsigned (&a)[4], unsigned long long b, int adds) {
+    aligned(b, 16);
+    Asked asked = {compute_tf32_from_registers<N>, d, 0, b, 0, adds != 0};
+    const int g = (emulator::current & 31) / 4;
+    for (int i = 0; i < 4; ++i)
+        for (int from = 0; from < 4; ++from)
+            asked.rows[i % 2][i / 2 * 4 + from] = float(tf32{(unsigned)emulator::shuffle(a[i], 4 * g + from)});
+    ask(asked);
+}
+// Both in shared memory. Rows of its second operand may begin anywhere in a pattern, as those of a window do.
 template <class First, class Second, bool TurnedA, bool TurnedB, class D, int N>
 inline void emulated_product(D (&d)[N], unsigned long long a, unsigned long long b, int adds) {
     aligned_operand<TurnedA>(a);

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from openconv.cuda.igemm import Igemm
 from openconv.cuda.igemm_sm90 import IgemmSm90, tiles
 from openconv.plan import make_plan
 from openconv.problem import DIRECTIONS, Problem
@@ -27,6 +28,7 @@ from tests.support import (
     core_of,
     make,
     problems,
+    reference,
     run_engine,
     this_device,
     with_knobs,
@@ -48,7 +50,8 @@ LAYERS = (
     "n1 c1024 h7 w7 k128 r3 s3 pad1",
     "n1 c8 h9 w9 k8 r3 s3 pad1",
 )
-TYPES = ("f16", "bf16", "f32 tf32", "i8*i8>i32", "i8*i8>f32", "f16*f16>f32", "e4m3*e4m3>f16", "e5m2*e4m3>f32")
+TYPES = ("f16", "bf16", "f32 tf32", "f32 tf32x3", "i8*i8>i32", "i8*i8>f32", "f16*f16>f32", "e4m3*e4m3>f16",
+         "e5m2*e4m3>f32")  # fmt: skip
 FUSIONS = (
     "+bias+relu", "+bias+residual+relu", "+relu_backward(t.y)", "+add(t.a)+mul(t.b)+sub(c.c)", "stats",
     "+bias+residual stats",
@@ -67,24 +70,30 @@ def problem_of(text: str, direction: str, dtype: str) -> Problem:
 
 
 @pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("dtype", ["f16", "f32 tf32x3"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_tiles_are_right(direction, at):
+def test_tiles_are_right(direction, dtype, at):
     """The best tiles by prediction, and some of the rest."""
     for text in LAYERS:
-        problem = problem_of(text, direction, "f16")
+        problem = problem_of(text, direction, dtype)
+        if not accepts(ENGINE, problem):
+            continue
         core, device = core_of(problem), this_device()
         some = [*ENGINE.knobs(core, device)[:3], *list(tiles(core, device))[::9]]
         check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, some[at % len(some)]))
 
 
 @pytest.mark.parametrize("fused", ["", "+bias+residual+relu"])
+@pytest.mark.parametrize("dtype", ["f16", "f32 tf32x3"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_clusters_are_right(direction, fused):
+def test_clusters_are_right(direction, dtype, fused):
     """Blocks that share the steps of a tile, of every size that there is."""
     if direction == "wgrad" and fused:
         pytest.skip("a filter gradient has no epilogue")
     for text in (LAYERS[1], LAYERS[2], LAYERS[4], LAYERS[6], LAYERS[7], LAYERS[9]):
-        problem = make(text, direction, "f16", "nhwc").with_(epilogue=fused)
+        problem = problem_of(text, direction, dtype).with_(epilogue=fused)
+        if not accepts(ENGINE, problem):
+            continue
         some = [tile for tile in tiles(core_of(problem), this_device()) if tile.cluster > 1]
         for blocks in (2, 4, 8):
             of_so_many = [tile for tile in some if tile.cluster == blocks]
@@ -105,27 +114,32 @@ def test_types_are_right(direction, dtype):
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize("dtype", ["f16", "f32 tf32x3"])
 @pytest.mark.parametrize("direction", ["fprop", "dgrad"])
-def test_fused_is_right(direction, fusion):
+def test_fused_is_right(direction, dtype, fusion):
     if direction == "dgrad" and "stats" in fusion:
         pytest.skip("statistics are of y")
     for text in (*LAYERS[:6], "n16 c64 h56 w56 k64 r3 s3 pad1"):
-        problem = Problem.parse(f"{direction} {text} f16 nhwc {fusion}")
+        problem = problem_of(f"{text} {fusion}", direction, dtype)
         for tile in ENGINE.knobs(problem, this_device())[:4]:
             check_fused(ENGINE, problem, tile, "cuda")
 
 
-def test_bits_repeat_and_do_not_depend_on_the_batch():
+@pytest.mark.parametrize("dtype", ["f16", "f32 tf32x3"])
+def test_bits_repeat_and_do_not_depend_on_the_batch(dtype):
     for text in LAYERS[:8:2]:
         for direction in ("fprop", "dgrad"):
-            assert check_batch_invariance(ENGINE, problem_of(text, direction, "f16"))
-        check_determinism(ENGINE, problem_of(text, "wgrad", "f16"))
+            assert check_batch_invariance(ENGINE, problem_of(text, direction, dtype))
+    if dtype == "f16":
+        for text in LAYERS[:8:2]:
+            check_determinism(ENGINE, problem_of(text, "wgrad", dtype))
 
 
+@pytest.mark.parametrize("dtype", ["f16", "f32 tf32x3"])
 @pytest.mark.parametrize("direction", ["fprop", "dgrad"])
-def test_all_tiles_without_splits_have_the_same_bits(direction):
+def test_all_tiles_without_splits_have_the_same_bits(direction, dtype):
     """The order of a sum hangs on the problem alone: rows, columns and halos may be exchanged for each other."""
-    problem, device = Problem.parse(f"{direction} n8 c128 h28 w28 k128 r3 s3 pad1 f16 nhwc"), this_device()
+    problem, device = problem_of("n8 c128 h28 w28 k128 r3 s3 pad1", direction, dtype), this_device()
     inputs, first = random_inputs(problem, device="cuda"), None
     for tile in list(tiles(problem, device))[::5]:
         if tile.splits * tile.cluster == 1:
@@ -134,9 +148,43 @@ def test_all_tiles_without_splits_have_the_same_bits(direction):
             assert torch.equal(found, first), tile
 
 
-def test_streams_do_not_meet():
+@pytest.mark.parametrize("direction", ["fprop", "dgrad"])
+def test_tf32x3_is_as_exact_as_f32(direction):
+    """Within twice the error of the same sums in f32, of numbers of both signs and of one."""
+    for text in (*LAYERS[:4], LAYERS[9]):
+        for positive in (False, True):
+            inputs, errors = random_inputs(problem_of(text, direction, "f32"), device="cuda"), []
+            a, b = (each.abs() if positive else each for each in (inputs.a, inputs.b))
+            for engine, precision in ((Igemm(), "ieee"), (ENGINE, "tf32x3")):
+                problem = problem_of(text, direction, f"f32 {precision}")
+                found = make_plan(problem, this_device(), Policy(engine=engine.name))(a, b, ())
+                errors.append((found.cpu().double() - reference(problem, a.cpu(), b.cpu())).abs().max().item())
+            assert errors[1] <= 2 * errors[0], (text, positive, errors)
+
+
+@pytest.mark.parametrize("direction", ["fprop", "dgrad"])
+def test_tf32x3_keeps_what_is_infinite_and_what_is_large(direction):
+    problem, device = problem_of("n2 c40 h9 w9 k40 r1 s1", direction, "f32 tf32x3"), this_device()
+    inputs = random_inputs(problem, device="cuda")
+    a, b = inputs.a, inputs.b
+    a[0, 0, 0, 0], a[0, 0, 1, 1], a[0, 0, 2, 2], a[0, 1, 3, 3] = torch.inf, torch.nan, 3.4e38, -torch.inf
+    b[:, :2] = b[:2] = 2.0**-10  # without low parts, which an infinity is not to be multiplied by
+    a[0, 0, 3, 3], b[7, 7], b[6, 2], b[2, 6] = torch.inf, -torch.inf, 0, 0
+    a[1, 2, 4, 4] = torch.inf
+    wanted = reference(problem, a.cpu(), b.cpu())
+    some = [tile for tile in tiles(problem, device) if tile.splits * tile.cluster == 1]
+    for tile in (*some[::7], *ENGINE.knobs(problem, device)[:2]):
+        found = make_plan(problem, device, Policy(), with_knobs(ENGINE, problem, tile))(a, b, ()).cpu()
+        assert torch.equal(found.isnan(), wanted.isnan()), tile
+        assert torch.equal(found.isinf(), wanted.isinf()), tile
+        assert torch.equal(found[found.isinf()].double(), wanted[wanted.isinf()]), tile
+        torch.testing.assert_close(found[0, :7, 2, 2], torch.full((7,), 3.4e38 * 2.0**-10))
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32 tf32x3"])
+def test_streams_do_not_meet(dtype):
     """Two hundred calls on four streams at once, all with the same bits."""
-    problem, device = Problem.parse("fprop n16 c128 h28 w28 k128 r3 s3 pad1 f16 nhwc +bias+relu"), this_device()
+    problem, device = problem_of("n16 c128 h28 w28 k128 r3 s3 pad1 +bias+relu", "fprop", dtype), this_device()
     inputs = random_inputs(problem, device="cuda")
     plan = make_plan(problem, device, Policy(engine=ENGINE.name))
     wanted = plan(inputs.a, inputs.b, inputs.operands)
@@ -156,12 +204,13 @@ def multiplied(draw) -> Problem:
     direction = draw(st.sampled_from(DIRECTIONS))
     problem = draw(problems(directions=(direction,), groups=(1,)))
     dtype = draw(st.sampled_from(("f16", "f16", "bf16", "f32")))
+    precision = draw(st.sampled_from(("tf32", "tf32x3"))) if dtype == "f32" else "ieee"
     groups = draw(st.sampled_from((1, 1, 1, 2)))
     sizes = (64, 128) if groups > 1 else (8, 24, 64, 72, 136, 200)
     fused = draw(st.sampled_from(("", "", "+bias+relu", "+bias+residual+leaky_relu(0.25)")))
     return problem.with_(
         c=draw(st.sampled_from(sizes)) * groups, k=draw(st.sampled_from(sizes)) * groups, groups=groups,
-        dtypes=(dtype,) * 3, layouts=("nhwc",) * 3, precision="tf32" if dtype == "f32" else "ieee",
+        dtypes=(dtype,) * 3, layouts=("nhwc",) * 3, precision=precision,
         epilogue=fused if direction != "wgrad" else "",
     )  # fmt: skip
 

@@ -15,10 +15,14 @@ _TYPES = {
 }  # fmt: skip
 
 
-def product(columns: int, first: str, second: str, *, turned_first: bool = False, turned_second: bool = False) -> str:
+def product(
+    columns: int, first: str, second: str, *, turned_first: bool = False, turned_second: bool = False,
+    registers: bool = False,
+) -> str:  # fmt: skip
     """``group_product(d, a, b, adds)``: d (64 x columns) = a * b, or d += a * b if ``adds``, of 32 bytes of depth.
 
     ``a`` and ``b`` are descriptors of ``common/wgmma.cuh``; one that is ``turned`` lies across (``wgmma_turned.cuh``).
+    Or ``a``, of tf32, is in ``registers``, as A of ``common/mma_types.cuh`` in each warp.
     """
     size, total, left = _TYPES[first]
     right = _TYPES[second][2]
@@ -34,18 +38,26 @@ def product(columns: int, first: str, second: str, *, turned_first: bool = False
     signs = ", 1, 1" if total == "f32" else ""
     turns = f", {int(turned_first)}, {int(turned_second)}" if size == 2 else ""
     turned = f"{str(turned_first).lower()}, {str(turned_second).lower()}"
+    emulated, left_kind, left_at, after = f"emulated_product<{first}, {second}, {turned}>", "u64 a", f"%{count}", 1
+    left_input = '"l"(a)'
+    if registers:
+        if first != "tf32":
+            raise ValueError(f"registers of {first}; wanted tf32")
+        emulated, left_kind, after = "emulated_register_product", "const u32 (&a)[4]", 4
+        left_at = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
+        left_input = ", ".join(f'"r"(a[{i}])' for i in range(4))
     return f"""
 namespace tensor {{
-__device__ __forceinline__ void group_product({kind} (&d)[{count}], u64 a, u64 b, int adds) {{
+__device__ __forceinline__ void group_product({kind} (&d)[{count}], {left_kind}, u64 b, int adds) {{
 #if !defined(__CUDACC__)
-    emulated_product<{first}, {second}, {turned}>(d, a, b, adds);
+    {emulated}(d, a, b, adds);
 #elif __CUDA_ARCH__ >= 900
     asm volatile(
-        "{{ .reg .pred adds; setp.ne.b32 adds, %{count + 2}, 0; "
+        "{{ .reg .pred adds; setp.ne.b32 adds, %{count + after + 1}, 0; "
         "wgmma.mma_async.sync.aligned.m64n{columns}k{DEPTH_BYTES // size}.{total}.{left}.{right} "
-        "{{{sums}}}, %{count}, %{count + 1}, adds{signs}{turns}; }}"
+        "{{{sums}}}, {left_at}, %{count + after}, adds{signs}{turns}; }}"
         : {outputs}
-        : "l"(a), "l"(b), "r"(adds));
+        : {left_input}, "l"(b), "r"(adds));
 #endif
 }}
 }}  // namespace tensor

@@ -20,6 +20,7 @@ from .igemm_sm90_wgrad import Filters
 from .igemm_sm90_windows import Windows
 from .igemm_sm90_work import stored
 from .launch import Launch, aligned, pack, single
+from .tf32_pairs import paired
 
 __all__ = ["IgemmSm90", "tiles"]
 
@@ -62,8 +63,8 @@ class IgemmSm90(Engine):
             yield f"dtypes are {'*'.join(problem.dtypes)}; wanted {_WANTED}"
             return
         size = DTYPE_BYTES[first]
-        if first == "f32" and problem.precision != "tf32":
-            yield f"precision is {problem.precision}; wanted tf32: products are those of tensor cores"
+        if first == "f32" and problem.precision == "ieee":
+            yield f"precision is {problem.precision}; wanted tf32 or tf32x3: products are those of tensor cores"
         if size == 1 and problem.direction != "fprop":
             yield f"the pass is {problem.direction} of {first}; wanted fprop"
         if not problem.prologue.is_identity:
@@ -87,10 +88,8 @@ class IgemmSm90(Engine):
             # What a box brings of the next group must not be multiplied: products take 32 bytes, steps 128.
             wanted = f"a multiple of {32 // size} up to {128 // size}, or of {128 // size}"
             yield f"a group has {depth} channels of depth; wanted {wanted}"
-        if (
-            max(problem.n * prod(problem.out), problem.n * prod(problem.spatial), prod(problem.w_shape))
-            >= 2**31 - 2**16
-        ):
+        most = max(problem.n * prod(problem.out), problem.n * prod(problem.spatial), prod(problem.w_shape))
+        if (2 if paired(problem) else 1) * most >= 2**31 - 2**16:
             yield "the pixels or the filters are too many for an int"
             return
         yield from (igemm_sm90_wgrad if problem.direction == "wgrad" else igemm_sm90_windows).refusals(problem)
@@ -104,7 +103,9 @@ class IgemmSm90(Engine):
         invariant = problem.direction == "wgrad" or ordered
         if work.first == "i8":
             return Traits("i32", 2.0**-24)
-        if work.first == "tf32" or work.first in _SMALL:  # rounded to 11 bits each; sums of a step in 13 bits
+        if work.pairs:  # a step's sums have eight units of themselves, and are added as in f32
+            error = (work.steps / 2 + 2 * knobs.splits * knobs.cluster + 40) * 2.0**-23
+        elif work.first == "tf32" or work.first in _SMALL:  # rounded to 11 bits each; sums of a step in 13 bits
             error += 2.0**-10
         return Traits("f32", error, batch_invariant=invariant)
 
@@ -116,6 +117,9 @@ class IgemmSm90(Engine):
         made = [f"copy {turned.name} from nchw to nhwc" for turned in turns if turned]
         if _work(problem, knobs).turned:
             made.append("copy w with its depth last")
+        if _work(problem, knobs).pairs:
+            windows = "x and " if problem.direction == "fprop" else "dy and "
+            made.append(f"copy {windows * knobs.swapped}w as pairs of tf32")
         if result := turned_result(problem):
             made.append(f"copy {result.name} from nhwc to nchw")
         return tuple(made)
@@ -127,8 +131,8 @@ class IgemmSm90(Engine):
         assert isinstance(device, CudaDevice)
         copied = [*_turns(problem, knobs), *turned_operands(problem), turned_result(problem)]
         seconds = sum(2.2e-6 + 1.2 * turn.seconds(device) for turn in copied if turn)
-        # Second kernels of splits are in the estimate, which knobs are ordered by; the rest is the same for all.
-        return seconds + 2.5e-6 * problem.stats + _work(problem, knobs).estimate(device).seconds(device)
+        # The rest is the same for all knobs.
+        return seconds + 2.5e-6 * problem.stats + _seconds(problem, device, knobs)
 
     def reasons(self, problem: Problem, device: Device, knobs: Any) -> tuple[str, ...]:
         assert isinstance(device, CudaDevice)
@@ -146,6 +150,7 @@ class IgemmSm90(Engine):
             return single(first, 16)
         turns = [turn.launch(device) if turn else None for turn in (*_turns(problem, knobs), *turned_operands(problem))]
         back = turn.launch(device) if (turn := turned_result(problem)) else None
+        apart = work.pairs.launch(device) if work.pairs else None
         second = None
         if knobs.splits > 1:
             grid = (ceil(prod(problem.result_shape) / (work.sum_together * 256 // work.sum_rows)),)
@@ -172,6 +177,12 @@ class IgemmSm90(Engine):
                     given[at] = base + place
                 if at == 1:
                     given[2] = given[1]
+            if apart is not None:
+                pairs = [base + place for place in memory.pairs]
+                apart(given[0], given[2], *pairs)
+                given[2] = pairs[1]
+                if work.pairs.first:
+                    given[0] = pairs[0]
             made = base + memory.result if back is not None else to
             first(given[0], given[2], made, *given[3:], *kept_results, *spare, base)
             if second is not None:
@@ -197,8 +208,8 @@ class IgemmSm90(Engine):
             made.append(jit.Source("igemm_sum.cu", text))
         if problem.stats:
             made.append(jit.Source("igemm_stats.cu"))
-        turns = [*_turns(problem, knobs), *turned_operands(problem), turned_result(problem)]
-        return made + [turn.source for turn in turns if turn]
+        copied = [*_turns(problem, knobs), *turned_operands(problem), turned_result(problem), work.pairs]
+        return made + [each.source for each in copied if each]
 
 
 def _dtypes(problem: Problem) -> tuple[str, str, str]:
@@ -225,6 +236,13 @@ def tiles(problem: Problem, device: Device) -> Iterator[Any]:
     yield from igemm_sm90_halo.tiles(problem, device)
 
 
+def _seconds(problem: Problem, device: CudaDevice, knobs: Any) -> float:
+    """What knobs are ordered by: the main kernel, the second one of splits, and the copy of pairs."""
+    work = _work(problem, knobs)
+    pairs = work.pairs.seconds(device) if work.pairs else 0.0
+    return float(pairs + work.estimate(device).seconds(device))
+
+
 def _turns(problem: Problem, knobs: Any) -> list[Turn | None]:
     """Copies of both inputs with their channels last, and of the filter, which is the second, with its depth last."""
     return [*turned_inputs(problem), _work(problem, knobs).turned]
@@ -232,27 +250,30 @@ def _turns(problem: Problem, knobs: Any) -> list[Turn | None]:
 
 class _Memory:
     """The workspace: sums of splits, or a tile's statistics, from its first byte on, then copies of inputs and of the
-    epilogue's tensors (``places``), and a ``result`` that is copied in the end."""
+    epilogue's tensors (``places``), ``pairs`` of both inputs, and a ``result`` that is copied in the end."""
 
     def __init__(self, problem: Problem, knobs: Any) -> None:
         self.bytes = 4 * knobs.splits * prod(problem.result_shape) if knobs.splits > 1 else 0
         if problem.stats:
             self.bytes = 8 * problem.k * _work(problem, knobs).parts
         turns = [*_turns(problem, knobs), *turned_operands(problem)]
-        self.places = [self._place(turn) for turn in turns]
-        self.result = self._place(turned_result(problem))
+        self.places = [self._place(turn.size_bytes if turn else 0) for turn in turns]
+        pairs = _work(problem, knobs).pairs
+        self.pairs = [self._place(size) for size in (pairs.size_bytes if pairs else (0, 0))]
+        result = turned_result(problem)
+        self.result = self._place(result.size_bytes if result else 0)
 
-    def _place(self, turn: Turn | None) -> int:
+    def _place(self, size: int) -> int:
         at = ceil(self.bytes / 256) * 256
-        if turn:
-            self.bytes = at + turn.size_bytes
+        if size:
+            self.bytes = at + size
         return at
 
 
 @lru_cache(maxsize=512)
 def _knobs(problem: Problem, device: Device) -> tuple[Any, ...]:
     assert isinstance(device, CudaDevice)
-    seconds = {tile: _work(problem, tile).estimate(device).seconds(device) for tile in tiles(problem, device)}
+    seconds = {tile: _seconds(problem, device, tile) for tile in tiles(problem, device)}
     ordered = sorted(seconds, key=seconds.__getitem__)
     kinds: dict[Any, list[Any]] = {}
     for tile in ordered:

@@ -24,6 +24,7 @@ from .igemm_sm90_model import (
 from .igemm_sm90_windows import phases, steps
 from .igemm_sm90_work import ConvolutionWork, GroupKnobs, factors, stored
 from .launch import TensorMap, pack
+from .tf32_pairs import paired
 
 __all__ = ["Halo", "Plane", "Work", "planes", "refusals", "tiles", "work"]
 
@@ -135,6 +136,8 @@ def refusals(problem: Problem) -> Iterator[str]:
     first, out_channels = factors(problem)[0], problem.result_channels // problem.groups
     if first not in _KINDS:
         yield f"products are of {first}; wanted {', '.join(_KINDS)}"
+    if paired(problem):
+        yield f"precision is {problem.precision}; wanted tf32: a slot has one part of a factor"
     if problem.direction == "dgrad" and DTYPE_BYTES[problem.dtypes[problem.inputs[0]]] != 2:
         yield f"the pass is dgrad of {first}; wanted f16 or bf16, whose products take filters across"
     if problem.epilogue.also:

@@ -10,8 +10,8 @@ from ..problem import DTYPE_BYTES, Problem
 from .device import CudaDevice
 
 __all__ = [
-    "Estimate", "bring_cycles", "cluster_cycles", "moved_bytes", "product_cycles", "result_cycles", "short_rows",
-    "team_cycles", "wait_cycles",
+    "Estimate", "bring_cycles", "cluster_cycles", "moved_bytes", "pair_cycles", "product_cycles", "result_cycles",
+    "short_rows", "team_cycles", "wait_cycles",
 ]  # fmt: skip
 
 _CLOCK = 1.755e9  # cycles a second
@@ -34,14 +34,20 @@ _SECOND = 3.1e-6  # of a second kernel
 _STORED = 2.7  # sums that have just been stored come sooner than memory
 
 
-def product_cycles(rows: int, columns: int, promoted: bool = False) -> float:
+def product_cycles(rows: int, columns: int, promoted: bool = False, terms: int = 1) -> float:
     """Cycles of the products of a step, 128 bytes of depth: four for each 64 rows. A product of 64 rows takes half as
     many as it has columns, 4096 operations of f16 a cycle and as many bytes of any type, or what shared memory takes to
-    give both operands, at 128 bytes a cycle."""
+    give both operands, at 128 bytes a cycle. ``terms`` products may stand for one."""
     each = max(columns / 2, (64 + columns) * 32 / 128)
-    cycles = 4 * rows / 64 * each * _BETWEEN
+    cycles = 4 * terms * rows / 64 * each * _BETWEEN
     # A step's sums are added up by CUDA cores, each of which does 32 lanes of a warp in a cycle, while products wait.
     return cycles + (rows * columns / 128 + 60 if promoted else 0)
+
+
+def pair_cycles(rows: int, groups: int) -> float:
+    """Cycles in which CUDA cores make pairs of a step's rows, 32 values each, of which another group's products hide a
+    part: some 12 instructions a value, counted and not measured."""
+    return 32 * 12 / 128 * rows / groups
 
 
 def bring_cycles(first: tuple[float, int], second: tuple[float, int], busy: float, short: float = 0.0) -> float:
@@ -60,7 +66,7 @@ def short_rows(row_bytes: int) -> float:
     return (128 / (row_bytes - 128 * (times - 1)) - 1) / times
 
 
-def wait_cycles(stages: int, step: float, together: float = 1.0) -> float:
+def wait_cycles(stages: float, step: float, together: float = 1.0) -> float:
     """The fewest cycles from a block's step to the next: a stage is asked for, comes, and is multiplied, which takes a
     ``step``, before it is asked for again. ``together`` steps share one."""
     return (_WAY / together + step) / stages

@@ -18,6 +18,7 @@ from .igemm_sm90_model import (
     bring_cycles,
     cluster_cycles,
     moved_bytes,
+    pair_cycles,
     product_cycles,
     result_cycles,
     short_rows,
@@ -164,6 +165,8 @@ class Work(ConvolutionWork):
 
     def __init__(self, problem: Problem, tile: Windows) -> None:
         super().__init__(problem, tile)
+        if self.pairs and not tile.swapped:  # rows are taken apart in registers
+            self.pairs = replace(self.pairs, first=0)
         self.phases = phases(problem)
         self.images = problem.spatial if self.fprop else problem.out
         self.results = problem.out if self.fprop else problem.spatial
@@ -187,8 +190,13 @@ class Work(ConvolutionWork):
         return self.phases[0].terms * self.chunks
 
     @property
+    def places(self) -> int:
+        """Of a step, in the ring; and parts of windows in memory."""
+        return 2 if self.pairs and self.tile.swapped else 1
+
+    @property
     def stage_bytes(self) -> int:
-        return 128 * (self.tile.pixels + self.tile.channels)
+        return 128 * (self.tile.pixels + self.tile.channels * (self.halves if self.places == 1 else 1))
 
     @property
     def buffer_bytes(self) -> int:
@@ -227,7 +235,10 @@ class Work(ConvolutionWork):
         sets = tile.blocks if tile.swapped else tile.channels // 64
         # Results of four bytes leave one by one where channels are rows, and tensors of them come so.
         places = 72 if tile.swapped and self.out == 4 and self.tensors else 4 * len(self.tensors)
-        return sums + 36 + places + 6 * self.also + 4 * self.problem.stats * sets
+        more = 4 + 20 * (self.problem.stats or tile.groups > 2) if self.pairs else 0
+        if self.pairs and not tile.swapped:
+            more += 8 * self.slices * tile.blocks  # windows
+        return sums + 36 + places + 6 * self.also + 4 * self.problem.stats * sets + more
 
     @property
     def sums(self) -> int:
@@ -243,14 +254,18 @@ class Work(ConvolutionWork):
         problem, tile = self.problem, self.tile
         rows, columns = (tile.channels, tile.pixels) if tile.swapped else (tile.pixels, tile.channels)
         slots, reads = self.slots(device), len(self.tensors) + self.also
-        products = product_cycles(rows, columns, self.promoted) * self.slices / 4
+        products = product_cycles(rows, columns, self.promoted, 3 if self.pairs else 1) * self.slices / 4
+        if self.pairs and not tile.swapped:  # read and taken apart while another group multiplies
+            products += pair_cycles(rows, tile.groups * tile.residents)
         alone = tile.cluster > 1  # neighbours have the same tile, and other steps of it
-        windows = 128 * tile.pixels, 1 if alone else self.channel_tiles
-        filters = 128 * tile.channels, 1 if alone else self.pixel_tiles
-        short = (tile.pixels + tile.channels * (self.order != 1)) * short_rows(self.depth_channels * self.size)
+        windows = 128 * self.places * tile.pixels, 1 if alone else self.channel_tiles
+        filters = 128 * self.halves * tile.channels, 1 if alone else self.pixel_tiles
+        short = self.places * tile.pixels + self.halves * tile.channels * (self.order != 1)
+        short *= short_rows(self.depth_channels * self.size)
         brought = bring_cycles(windows, filters, self.tiles * tile.cluster / device.threads, short)
         results = prod(problem.result_shape)
         sums, added = 4 * tile.splits * results, DTYPE_BYTES[problem.result_dtype] * results
+        again = sum(self.pairs.size_bytes) / 2 if self.pairs else 0.0  # low parts
         boxes = tile.blocks * (tile.pixels // tile.box if tile.swapped else tile.channels // 64)
         told, share = cluster_cycles(tile.cluster, rows * columns, boxes)
         stored = result_cycles(rows * columns * self.out / 2 * share, tile.swapped, self.apart, reads)
@@ -259,9 +274,9 @@ class Work(ConvolutionWork):
             stored = team_cycles(stored, steps * max(products, brought), ceil(self.tiles / slots))
         return Estimate(
             tiles=self.tiles, slots=slots, residents=tile.residents, steps=steps, products=products,
-            brought=brought, waits=wait_cycles(tile.stages, products + brought),
+            brought=brought, waits=wait_cycles(tile.stages / self.places, products + brought),
             results=told + stored,
-            bytes=moved_bytes(problem) + self.parted * sums, added=self.parted * (sums + added),
+            bytes=moved_bytes(problem) + self.parted * sums + again, added=self.parted * (sums + added),
             rounds=boxes * share / tile.buffers if reads and not self.apart else 0.0,
         )  # fmt: skip
 
@@ -291,7 +306,8 @@ class Work(ConvolutionWork):
         return {
             **super().constants, "rank": 0 if self.flat else self.problem.rank, "swapped": tile.swapped,
             "pixels": tile.pixels, "stages": tile.stages, "buffers": tile.buffers, "box": tile.box,
-            "filters": self.order, "phases": len(self.phases), "promoted": self.promoted,
+            "filters": self.order, "phases": len(self.phases), "paired": self.pairs is not None,
+            "promoted": self.promoted,
             "barren": not all(phase.terms for phase in self.phases),
         }  # fmt: skip
 
@@ -301,8 +317,9 @@ class Work(ConvolutionWork):
         first, second = (self.second, self.first) if tile.swapped else (self.first, self.second)
         across = self.order == 1
         text = group_product.product(
-            tile.columns, first, second, turned_first=across and tile.swapped, turned_second=across and not tile.swapped
-        )
+            tile.columns, first, second, turned_first=across and tile.swapped,
+            turned_second=across and not tile.swapped, registers=self.pairs is not None and not tile.swapped,
+        )  # fmt: skip
         return jit.Source("igemm_sm90.cu", text + fusion.traits(stored(self.problem), self.constants))
 
     @property
@@ -316,6 +333,8 @@ class Work(ConvolutionWork):
         narrow += [tile.splits, self.chunks, self.depth_channels, self.out_channels, *step, *way]
         narrow += [by * each for by, each in zip(along, taps, strict=True)]
         narrow += [*out_step, *(1,) * (3 - problem.rank), *self.results]
+        if self.places > 1:
+            narrow.append(self.pixels if self.flat else problem.n)
         for phase in self.phases:
             first = sum(at * each for at, each in zip(phase.first, taps, strict=True))
             narrow += [problem.n * prod(phase.count), first, *phase.taps, *phase.corner, *phase.start]
@@ -346,8 +365,9 @@ class Work(ConvolutionWork):
         problem, size = self.problem, self.size
         rank, channels = problem.rank, self.depth_channels * problem.groups
         if self.flat:
-            line, box = channels * size, (self.depth, self.tile.pixels, 1)
-            return (TensorMap(0, (channels, self.pixels, 1), (line, line * self.pixels), box, 128, size, self.rounds),)
+            line, pixels, box = channels * size, self.pixels * self.places, (self.depth, self.tile.pixels, 1)
+            return (TensorMap(0, (channels, pixels, 1), (line, line * pixels), box, 128, size, self.rounds),)
+        images = problem.n * self.places
         axes = self.images[::-1]
         strides, whole = [], channels * size
         for each in axes:
@@ -363,7 +383,7 @@ class Work(ConvolutionWork):
             upper = tuple(
                 at + (of - 1) * by - axis + 1 for at, of, by, axis in zip(lower, reach, step, axes, strict=True)
             )
-            made.append(WindowMap(0, (channels, *axes, problem.n), (*strides, whole), (self.depth, self.tile.pixels),
+            made.append(WindowMap(0, (channels, *axes, images), (*strides, whole), (self.depth, self.tile.pixels),
                                   tuple(lower), upper, step, 128, size, self.rounds))  # fmt: skip
         return tuple(made)
 

@@ -13,6 +13,7 @@ from . import group_product
 from .channels_last import Turn, turned_inputs
 from .device import CudaDevice
 from .launch import TensorMap, pack
+from .tf32_pairs import Pairs, paired
 
 __all__ = ["CLUSTERS", "ConvolutionWork", "GroupKnobs", "GroupWork", "factors", "stored"]
 
@@ -57,6 +58,7 @@ class GroupWork(ABC):
     first: str
     total: str = "float"
     turned: Turn | None = None
+    pairs: Pairs | None = None
 
     @property
     @abstractmethod
@@ -92,7 +94,7 @@ class GroupWork(ABC):
     @property
     def follows(self) -> bool:
         """Whether another kernel copies inputs before it."""
-        return self.turned is not None or any(turned_inputs(self.problem))
+        return self.turned is not None or self.pairs is not None or any(turned_inputs(self.problem))
 
     def slots(self, device: CudaDevice) -> int:
         """Tiles that can be at work at a time. Clusters do not reach across the groups that multiprocessors come in,
@@ -149,6 +151,7 @@ class ConvolutionWork(GroupWork):
         self.size = DTYPE_BYTES[problem.dtypes[problem.inputs[0]]]
         self.depth = 128 // self.size
         self.fprop, groups = problem.direction == "fprop", problem.groups
+        self.pairs = paired(problem)
         c, k = problem.c // groups, problem.k // groups
         self.depth_channels, self.out_channels = (c, k) if self.fprop else (k, c)
         self.chunks = ceil(self.depth_channels / self.depth)
@@ -182,12 +185,17 @@ class ConvolutionWork(GroupWork):
     @property
     def rounds(self) -> bool:
         """Whether factors are rounded as they come: products would cut their last bits off."""
-        return self.first == "tf32"
+        return self.first == "tf32" and self.pairs is None
 
     @property
     def promoted(self) -> bool:
         """Whether a step's sums are added up outside of tensor cores, which would add them in fewer bits."""
-        return self.first in _SMALL
+        return self.first in _SMALL or self.pairs is not None
+
+    @property
+    def halves(self) -> int:
+        """Parts of the filter in memory."""
+        return 2 if self.pairs else 1
 
     @property
     def constants(self) -> dict[str, int | bool | str]:
@@ -204,7 +212,7 @@ class ConvolutionWork(GroupWork):
     @cached_property
     def filters(self) -> TensorMap:
         size, d, n = self.size, self.depth_channels, self.out_channels
-        taps, groups, channels = prod(self.problem.filter), self.problem.groups, self.tile.channels
+        taps, groups, channels = prod(self.problem.filter), self.problem.groups * self.halves, self.tile.channels
         if self.order == 0:
             return TensorMap(1, (d, taps, n, groups), (d * size, taps * d * size, n * taps * d * size),
                              (self.depth, 1, channels, 1), 128, size, self.rounds)  # fmt: skip

@@ -22,14 +22,21 @@
 // leave as boxes, from where tensors that the epilogue reads have come before; with a stride, dgrad has a phase for
 // each way that taps can meet pixels, whose results lie apart: threads store them, 16 bytes at a time.
 //
+// f32 as `paired` tf32 (common/tf32_pairs.cuh) is three products. The products of a step have sums of their own, which
+// begin at zero, the small ones first, and are added up outside of tensor cores, as these cut sums off rather than round
+// them. Low parts of filters lie behind all high ones, as further groups. Windows that are rows come as they are: a
+// thread reads its values of them from the ring, and multiplies both parts from registers. Windows that are columns
+// must be in shared memory: they are pairs as well, with low parts as further images, and a step takes two places of
+// the ring, one with low parts of windows and high ones of filters, the other one the other way round.
+//
 // Shared memory: the ring, [stages][pixels + channels] rows of 128 bytes; boxes of results, [groups][buffers][boxes],
 // where the tensors and other results of an epilogue have boxes of their own; its vectors, [groups][count][channels];
 // and where results lie apart their places, [groups][pixels].
 //
 // Traits: A, Out, Sum, Epilogue, Also; D (sums), Stored, rank (0: one tap, and pixels lie as results do), swapped, pixels, channels, groups, blocks (products of a
 // group side by side), stages, buffers, box (pixels of a box of results), residents, cluster, filters (0: depth, tap, channel;
-// 1: channel, tap, depth, across; 2: depth, channel, tap), phases, parted, stats, promoted (sums of a step by
-// themselves), slices (of 32 bytes, of a step: four, or fewer where all channels are fewer), barren (some phase has no
+// 1: channel, tap, depth, across; 2: depth, channel, tap), phases, parted, stats, paired, promoted (sums of a
+// step by themselves), slices (of 32 bytes, of a step: four, or fewer where all channels are fewer), barren (some phase has no
 // taps), follows, vectors, tensors.
 
 #include "common/types.cuh"
@@ -39,6 +46,7 @@
 #include "common/pointwise.cuh"
 #include "common/relu.cuh"
 #include "common/shared.cuh"
+#include "common/tf32_pairs.cuh"
 #include "common/group_ring.cuh"
 #include "common/cluster_sums.cuh"
 #include "traits"
@@ -51,12 +59,14 @@ using Epilogue = Traits::Epilogue;
 
 constexpr int pixels = Traits::pixels, channels = Traits::channels, groups = Traits::groups, blocks = Traits::blocks;
 constexpr int stages = Traits::stages, buffers = Traits::buffers, box = Traits::box, phases = Traits::phases;
-constexpr int peers = Traits::cluster;
+constexpr int peers = Traits::cluster, halves = Traits::paired && Traits::swapped ? 2 : 1;  // of a step, places
 constexpr bool swapped = Traits::swapped, turned = Traits::filters == 1, apart = phases > 1;
 constexpr int threads = 128 * groups + 128, depth = 128 / sizeof(A);
 constexpr int rows = swapped ? channels : pixels, columns = swapped ? pixels : channels, sums = columns / 2;
 constexpr int team = rows / (64 * blocks), teams = groups / team;  // groups of a tile; tiles at a time
-constexpr int window_bytes = pixels * 128, stage_bytes = window_bytes + channels * 128;
+constexpr int window_bytes = pixels * 128, filter_bytes = channels * 128;
+constexpr bool apart_here = Traits::paired && !swapped;  // windows are taken apart in registers
+constexpr int stage_bytes = window_bytes + filter_bytes * (apart_here ? 2 : 1);
 constexpr int along = swapped ? pixels / box : channels / 64, boxes = blocks * along;  // of a group's results
 constexpr int each = swapped ? box / 2 : 32;  // of a thread's sums, those of a box
 constexpr int box_bytes = box * 64 * results::size, buffer_bytes = box_bytes * results::boxes;
@@ -66,10 +76,10 @@ constexpr bool held = results::tensors > 0 && !apart;
 static_assert(rows == 64 * team * blocks && team * teams == groups && channels % 64 == 0 && columns % 8 == 0 &&
                   columns <= 256,
               "whole products, whole teams");
-static_assert(teams == 1 || !(Traits::parted || Traits::promoted || apart || peers > 1),
+static_assert(teams == 1 || !(Traits::parted || Traits::promoted || Traits::paired || apart || peers > 1),
               "tiles of all teams have as many steps, asked for one behind the other");
 static_assert(swapped ? pixels % box == 0 && box % 16 == 0 : box == 64, "whole boxes");
-static_assert(stages > 1 && buffers > 1, "a ring, and a place for results while others are stored");
+static_assert(stages > 1 && buffers > 1, "a ring of whole steps, and a place for results while others are stored");
 static_assert(!Traits::stats || !(Traits::parted || apart || peers > 1),
               "statistics are of whole results, which leave as boxes");
 static_assert(peers == 1 || rows * columns * 4 <= stages * stage_bytes, "sums lie where the ring was");
@@ -95,7 +105,8 @@ struct Params {
     int chunks;                        // steps of a tap
     int depth_channels, out_channels;  // of a group
     int step[3], offset[3], tap[3];    // from pixel to pixel, from tap to tap, and the same in the filter's memory
-    int out_step[3], out_size[3];      // from result to result of a phase
+    int out_step[3];                   // from result to result of a phase
+    int out_size[2 + halves];          // of pairs, also how many images, or pixels of rank 0, low parts are behind
     Phase phase[phases];
     bulk::Map filters, result, more[mapped > 0 ? mapped : 1], windows[phases];  // tensors, then other results
 };
@@ -158,25 +169,26 @@ using Registers = pipeline::Registers<groups, Traits::residents>;
 // -- one thread: windows and filters of all steps -------------------------------------------------------------------
 
 __device__ __forceinline__ void bring_windows(const Params& p, const Tile& tile, unsigned char* to, bulk::Barrier& full,
-                                              int c, const int (&place)[3], const int (&tap)[3], int image) {
+                                              int c, const int (&place)[3], const int (&tap)[3], int image,
+                                              int behind) {
     const bulk::Map& map = p.windows[tile.phase];
     const int right = tap[2] * p.offset[2], down = tap[1] * p.offset[1], deep = tap[0] * p.offset[0];
     if constexpr (Traits::rank == 0)
-        bulk::copy_cube(to, map, full, c, tile.pixel, 0);
+        bulk::copy_cube(to, map, full, c, tile.pixel + behind, 0);
     else if constexpr (Traits::rank == 1)
-        bulk::copy_windows(to, map, full, c, place[2], image, right);
+        bulk::copy_windows(to, map, full, c, place[2], image + behind, right);
     else if constexpr (Traits::rank == 2)
-        bulk::copy_windows(to, map, full, c, place[2], place[1], image, right, down);
+        bulk::copy_windows(to, map, full, c, place[2], place[1], image + behind, right, down);
     else
-        bulk::copy_windows(to, map, full, c, place[2], place[1], place[0], image, right, down, deep);
+        bulk::copy_windows(to, map, full, c, place[2], place[1], place[0], image + behind, right, down, deep);
 }
 
 __device__ __forceinline__ void bring_filters(const Params& p, const Tile& tile, unsigned char* to, bulk::Barrier& full,
-                                              int d, int tap) {
+                                              int d, int tap, int behind) {
     if constexpr (Traits::filters == 0)
-        bulk::copy(to, p.filters, full, d, tap, tile.channel, tile.group);
+        bulk::copy(to, p.filters, full, d, tap, tile.channel, tile.group + behind);
     else if constexpr (Traits::filters == 2)
-        bulk::copy(to, p.filters, full, d, tile.channel, tap, tile.group);
+        bulk::copy(to, p.filters, full, d, tile.channel, tap, tile.group + behind);
     else
 #pragma unroll
         for (int i = 0; i < channels / 64; ++i)
@@ -206,15 +218,24 @@ __device__ __forceinline__ void bring(const Params& p, unsigned char* ring, bulk
         }
 #pragma unroll 1  // instructions that have not been fetched yet are what a block waits for first
         for (int step = 0; step < tile.steps; ++step) {
-            unsigned char* const to = ring + turn.stage * stage_bytes;
-            bulk::Barrier& arrived = full[turn.stage];
-            bulk::wait(empty[turn.stage], turn.parity ^ 1);
-            bulk::expect(arrived, stage_bytes);
-            const int d = chunk * depth;
-            bring_windows(p, tile, to, arrived, tile.group * p.depth_channels + d, place, tap, image);
-            bring_filters(p, tile, to + window_bytes, arrived, d,
-                          phase.first_tap + tap[0] * p.tap[0] + tap[1] * p.tap[1] + tap[2] * p.tap[2]);
-            turn.next();
+#pragma unroll
+            for (int half = 0; half < halves; ++half) {  // windows of low parts come first, and filters of high ones
+                unsigned char* const to = ring + turn.stage * stage_bytes;
+                bulk::Barrier& arrived = full[turn.stage];
+                bulk::wait(empty[turn.stage], turn.parity ^ 1);
+                bulk::expect(arrived, stage_bytes);
+                const int d = chunk * depth;
+                bring_windows(p, tile, to, arrived, tile.group * p.depth_channels + d, place, tap, image,
+                              halves > 1 && half == 0 ? p.out_size[halves + 1] : 0);
+                bring_filters(p, tile, to + window_bytes, arrived, d,
+                              phase.first_tap + tap[0] * p.tap[0] + tap[1] * p.tap[1] + tap[2] * p.tap[2],
+                              half == 1 ? int(p.conv_groups.value) : 0);
+                if constexpr (apart_here)
+                    bring_filters(p, tile, to + window_bytes + filter_bytes, arrived, d,
+                                  phase.first_tap + tap[0] * p.tap[0] + tap[1] * p.tap[1] + tap[2] * p.tap[2],
+                                  int(p.conv_groups.value));
+                turn.next();
+            }
             if (++tap[2] < phase.taps[2]) continue;
             tap[2] = 0;
             if (++tap[1] < phase.taps[1]) continue;
@@ -234,8 +255,9 @@ __device__ __forceinline__ void bring(const Params& p, unsigned char* ring, bulk
 
 struct Operands {
     u64 first, second;
+    const unsigned char* ring;
 
-    __device__ __forceinline__ Operands(const unsigned char* ring, int group) {
+    __device__ __forceinline__ Operands(const unsigned char* ring, int group) : ring(ring) {
         const unsigned char* const a = ring + (swapped ? window_bytes : 0) + in_team(group) * blocks * 8192;
         const unsigned char* const b = ring + (swapped ? 0 : window_bytes);
         first = turned && swapped ? tensor::turned_descriptor(a, 8192) : tensor::descriptor(a);
@@ -250,15 +272,83 @@ struct Operands {
     }
 };
 
+// Of windows in one stage and filters in another, or the same.
 template <int N>
-__device__ __forceinline__ void ask(D (&sum)[blocks][N], const Operands& operands, int stage, int adds) {
+__device__ __forceinline__ void ask(D (&sum)[blocks][N], const Operands& operands, int windows, int filters, int adds) {
     tensor::group_begin();
 #pragma unroll
     for (int k = 0; k < Traits::slices; ++k)
 #pragma unroll
         for (int m = 0; m < blocks; ++m)
-            tensor::group_product(sum[m], operands.a(stage, m, k), operands.b(stage, k), k > 0 ? 1 : adds);
+            tensor::group_product(sum[m], operands.a(swapped ? filters : windows, m, k),
+                                  operands.b(swapped ? windows : filters, k), k > 0 ? 1 : adds);
     tensor::group_commit();
+}
+
+// Windows of a thread in registers, as products take them: in each slice, row lane / 4 of a warp's 16 and the one eight
+// below, column lane % 4 and the one four further.
+struct Apart {
+    u32 high[blocks][Traits::slices][4], low[blocks][Traits::slices][4];
+
+    __device__ __forceinline__ explicit Apart(const unsigned char* stage) {
+        const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, group = threadIdx.x / 128;
+        const unsigned char* const from = stage + (group * blocks * 64 + row) * 128 + threadIdx.x % 4 * 4;
+        bool all = true;
+#pragma unroll
+        for (int m = 0; m < blocks; ++m)
+#pragma unroll
+            for (int k = 0; k < Traits::slices; ++k) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int piece = (2 * k + i / 2) ^ (row & 7);
+                    high[m][k][i] = *reinterpret_cast<const u32*>(from + m * 8192 + i % 2 * 1024 + piece * 16);
+                }
+                all = tf32::usual(high[m][k]) && all;
+            }
+        if (all)
+            each([](u32& high, u32& low) {
+                low = tf32::usual_low(high);
+                high = tf32::nearest(high);
+            });
+        else
+            each([](u32& high, u32& low) {
+                const tf32::Pair pair(__uint_as_float(high));
+                high = pair.high;
+                low = pair.low;
+            });
+        __syncwarp();
+    }
+    template <class Change>
+    __device__ __forceinline__ void each(const Change& change) {
+#pragma unroll
+        for (int m = 0; m < blocks; ++m)
+#pragma unroll
+            for (int k = 0; k < Traits::slices; ++k)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) change(high[m][k][i], low[m][k][i]);
+    }
+    // Behind the wait for the products: registers have stayed as they were.
+    __device__ __forceinline__ void keep() {
+#pragma unroll
+        for (int m = 0; m < blocks; ++m)
+#pragma unroll
+            for (int k = 0; k < Traits::slices; ++k) {
+                tensor::keep(high[m][k]);
+                tensor::keep(low[m][k]);
+            }
+    }
+};
+
+// `filters`: bytes from the stage's first filters on.
+template <int N>
+__device__ __forceinline__ void ask_apart(D (&sum)[blocks][N], const u32 (&windows)[blocks][Traits::slices][4],
+                                          const Operands& operands, int stage, int filters, int adds) {
+#pragma unroll
+    for (int k = 0; k < Traits::slices; ++k)
+#pragma unroll
+        for (int m = 0; m < blocks; ++m)
+            tensor::group_product(sum[m], windows[m][k], tensor::along(operands.b(stage, k), filters),
+                                  k > 0 ? 1 : adds);
 }
 
 // `next` is the barrier of the team whose turn comes when the last products have been asked for.
@@ -276,7 +366,7 @@ __device__ __forceinline__ void multiply(D (&sum)[blocks][N], const Operands& op
         }
     }
     pipeline::multiply(
-        steps, turn, full, empty, leads_warp, [&](int stage, int adds) { ask(sum, operands, stage, adds); },
+        steps, turn, full, empty, leads_warp, [&](int stage, int adds) { ask(sum, operands, stage, stage, adds); },
         [&] {
             if (teams > 1 && leads_warp) bulk::arrive(*next);
         });
@@ -284,7 +374,8 @@ __device__ __forceinline__ void multiply(D (&sum)[blocks][N], const Operands& op
     for (int m = 0; m < blocks; ++m) tensor::group_done(sum[m]);
 }
 
-// Tensor cores add e4m3 and e5m2 in fewer bits than f32 has: each step's sums are added up outside of them.
+// Tensor cores add e4m3 and e5m2 in fewer bits than f32 has, and cut sums off that are to be as exact as those of f32:
+// each step's sums are added up outside of them.
 template <int N>
 __device__ __forceinline__ void multiply_promoted(D (&sum)[blocks][N], const Operands& operands, int steps, Turn& turn,
                                                   bulk::Barrier* full, bulk::Barrier* empty, bool leads_warp) {
@@ -294,12 +385,34 @@ __device__ __forceinline__ void multiply_promoted(D (&sum)[blocks][N], const Ope
         for (int i = 0; i < N; ++i) sum[m][i] = 0;
     for (int step = 0; step < steps; ++step) {
         D part[blocks][N];
+        const int first = turn.stage;
         bulk::wait(full[turn.stage], turn.parity);
-        ask(part, operands, turn.stage, 0);
-        tensor::group_left<0>();
+        if constexpr (apart_here) {
+            Apart windows(operands.ring + first * stage_bytes);
+            tensor::group_begin();
+            ask_apart(part, windows.low, operands, first, 0, 0);
+            ask_apart(part, windows.high, operands, first, filter_bytes, 1);
+            ask_apart(part, windows.high, operands, first, 0, 1);
+            tensor::group_commit();
+            tensor::group_left<0>();
+            windows.keep();
+            __syncwarp();  // all lanes have read their windows
+        } else {
+            ask(part, operands, first, first, 0);
+            if constexpr (halves > 1) {
+                turn.next();
+                bulk::wait(full[turn.stage], turn.parity);
+                ask(part, operands, turn.stage, turn.stage, 1);
+                ask(part, operands, turn.stage, first, 1);
+            }
+            tensor::group_left<0>();
+        }
 #pragma unroll
         for (int m = 0; m < blocks; ++m) tensor::group_done(part[m]);
-        if (leads_warp) bulk::arrive(empty[turn.stage]);
+        if (leads_warp) {
+            bulk::arrive(empty[turn.stage]);
+            if constexpr (halves > 1) bulk::arrive(empty[first]);
+        }
         turn.next();
 #pragma unroll
         for (int m = 0; m < blocks; ++m)
@@ -506,7 +619,7 @@ igemm_sm90(const __grid_constant__ Params p) {
             list_places(p, tile, tile.pixel + (swapped ? 0 : group * listed), list);
         }
         D sum[blocks][sums];
-        if constexpr (Traits::promoted)
+        if constexpr (Traits::promoted || Traits::paired)
             multiply_promoted(sum, operands, tile.steps, turn, full, empty, lane == 0);
         else {
             // The first team's first turn has come already.
