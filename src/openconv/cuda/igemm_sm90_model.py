@@ -21,6 +21,8 @@ _PORT = 101.0  # bytes a cycle that a multiprocessor takes
 _CACHE = 76.0  # and that the second-level cache gives for each multiprocessor, if all ask
 _SHORT = 1.3  # cycles of a row that lacks half of its bytes; three times that of one that lacks three quarters
 _WAY = 1520.0  # cycles from asking for a box until it has come
+_PROMOTED = 156.0  # cycles in which products of a group wait, where sums of a step are added up outside of them
+_PAIR = 17.0  # instructions that make a pair of tf32
 _ISSUE = 235.0  # cycles, the fewest of a step
 _RESULT = 0.05  # cycles of two bytes of results: registers, a box, memory
 _SWAPPED = 0.99  # of that, where channels are rows
@@ -34,20 +36,21 @@ _SECOND = 3.1e-6  # of a second kernel
 _STORED = 2.7  # sums that have just been stored come sooner than memory
 
 
-def product_cycles(rows: int, columns: int, promoted: bool = False, terms: int = 1) -> float:
+def product_cycles(rows: int, columns: int, promoted: int = 0, terms: int = 1) -> float:
     """Cycles of the products of a step, 128 bytes of depth: four for each 64 rows. A product of 64 rows takes half as
     many as it has columns, 4096 operations of f16 a cycle and as many bytes of any type, or what shared memory takes to
-    give both operands, at 128 bytes a cycle. ``terms`` products may stand for one."""
+    give both operands, at 128 bytes a cycle. ``terms`` products may stand for one, and ``promoted`` groups of a
+    multiprocessor add a step's sums up outside of them."""
     each = max(columns / 2, (64 + columns) * 32 / 128)
     cycles = 4 * terms * rows / 64 * each * _BETWEEN
-    # A step's sums are added up by CUDA cores, each of which does 32 lanes of a warp in a cycle, while products wait.
-    return cycles + (rows * columns / 128 + 60 if promoted else 0)
+    # A group waits for its products before it adds them up; another one's go on meanwhile.
+    return cycles + (_PROMOTED / min(2, promoted) if promoted else 0)
 
 
 def pair_cycles(rows: int, groups: int) -> float:
     """Cycles in which CUDA cores make pairs of a step's rows, 32 values each, of which another group's products hide a
-    part: some 12 instructions a value, counted and not measured."""
-    return 32 * 12 / 128 * rows / groups
+    half."""
+    return 32 * _PAIR / 128 * rows / min(2, groups)
 
 
 def bring_cycles(first: tuple[float, int], second: tuple[float, int], busy: float, short: float = 0.0) -> float:

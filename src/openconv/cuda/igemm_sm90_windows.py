@@ -254,9 +254,10 @@ class Work(ConvolutionWork):
         problem, tile = self.problem, self.tile
         rows, columns = (tile.channels, tile.pixels) if tile.swapped else (tile.pixels, tile.channels)
         slots, reads = self.slots(device), len(self.tensors) + self.also
-        products = product_cycles(rows, columns, self.promoted, 3 if self.pairs else 1) * self.slices / 4
+        groups = tile.groups * tile.residents
+        products = product_cycles(rows, columns, groups * self.promoted, 3 if self.pairs else 1) * self.slices / 4
         if self.pairs and not tile.swapped:  # read and taken apart while another group multiplies
-            products += pair_cycles(rows, tile.groups * tile.residents)
+            products += pair_cycles(rows, groups)
         alone = tile.cluster > 1  # neighbours have the same tile, and other steps of it
         windows = 128 * self.places * tile.pixels, 1 if alone else self.channel_tiles
         filters = 128 * self.halves * tile.channels, 1 if alone else self.pixel_tiles
