@@ -86,6 +86,13 @@ def test_what_is_wrong_is_named_and_not_timed(monkeypatch):
     assert found.regret == math.inf
 
 
+def test_what_is_chosen_alone():
+    found = measure("some", "tiny", TINY, CPU, dataclasses.replace(QUICK, engines=("chosen",)))
+    assert set(found.seconds) - {"torch"} == {found.chosen, found.heuristic}
+    found = measure("some", "tiny", TINY, CPU, dataclasses.replace(QUICK, engines=("chosen", "cpu.naive")))
+    assert set(found.seconds) - {"torch"} == {found.chosen, found.heuristic, "cpu.naive"}
+
+
 def test_errors_of_transforms_are_shares_of_the_largest_size():
     """The corners of this image have one term of 441; a transform errs there as far as in the middle."""
     problem = Problem.parse("fprop n1 c1 h40 w40 k1 r21 s21 pad20 f32 nchw")

@@ -53,7 +53,10 @@ def bench(
     layout: Annotated[list[str] | None, typer.Option(help="nchw, nhwc; may be repeated")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="batch size; may be repeated")] = None,
     epilogue: Annotated[str, typer.Option(help="fuse this behind every forward pass: +bias+relu")] = "",
-    engine: Annotated[list[str] | None, typer.Option(help="only these engines, or 'none'; may be repeated")] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="only these engines, 'chosen' for what is chosen, or 'none'; may be repeated"),
+    ] = None,
     peer: Annotated[list[str] | None, typer.Option(help="only these peers, or 'none'; may be repeated")] = None,
     budget: Annotated[float, typer.Option(help="seconds of timing for each contestant")] = 0.3,
     longest: Annotated[float, typer.Option(help="leave out what is predicted to take longer, in seconds")] = 20.0,
@@ -78,14 +81,15 @@ def bench(
     from .report.runs import Run
     from .report.tables import layer_tables
     from .results import device_slug, results_folder
-    from .run import DISTURBED, Limits
+    from .run import CHOSEN, DISTURBED, Limits
     from .suites import Variation
 
     console, place = wide_console(), place_of(device)
     engines = None if engine == ["none"] else tuple(engine or ())
     peers = () if peer == ["none"] else None if peer is None else tuple(peer)
     for name in engines or ():
-        engine_named(name)
+        if name != CHOSEN:
+            engine_named(name)
     for name in peers or ():
         peer_named(name)
     limits = Limits(engines, peers, budget, longest, overhead, batch_invariant)

@@ -32,7 +32,7 @@ from .peers import NotTaken, Peer, default_peers, peer_named
 from .results import CALLED_ONCE, Record, environment
 from .timing import Timing, overhead, race, race_cuda
 
-__all__ = ["DISTURBED", "Limits", "Skipped", "Verified", "Verifier", "measure", "verify"]
+__all__ = ["CHOSEN", "DISTURBED", "Limits", "Skipped", "Verified", "Verifier", "measure", "verify"]
 
 # Products beyond which the definition is not timed: it starts threads then, which come and go, after which the system
 # may put two of another contestant's on one core for 8 ms (seen with 0.4 million on two cores: 20 ms instead of 0.15).
@@ -65,6 +65,8 @@ class Limits:
 
 
 _USUAL = Limits()
+CHOSEN = "chosen"
+"""Among the engines of :class:`Limits`: the one that is chosen, and the one that predictions alone would choose."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ def _field(problem: Problem, device: Device, limits: Limits) -> _Field:
         defaults[chosen] = best
     for name, candidate in defaults.items():
         engine = candidate.engine.name
-        if limits.engines and engine not in limits.engines:
+        wanted = CHOSEN in limits.engines and name in (chosen, found.heuristic)
+        if limits.engines and engine not in limits.engines and not wanted:
             continue
         if engine == "cpu.naive" and problem.macs > _NAIVE_LIMIT:
             found.notes[name] = f"{problem.macs} products; at most {_NAIVE_LIMIT} are timed"
