@@ -24,7 +24,7 @@ from .tf32_pairs import paired
 
 __all__ = ["IgemmSm90", "tiles"]
 
-_ALTERNATIVES = 10  # of each variant, and of teams
+_ALTERNATIVES = 20  # of each variant, and of teams
 _MOST_PHASES = 8  # of dgrad: each has a map of windows
 _RESULTS = {
     "f16": ("f16", "f32"), "bf16": ("bf16", "f32"), "f32": ("f32",),
