@@ -14,7 +14,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from openconv.cuda.igemm import Igemm
-from openconv.cuda.igemm_sm90 import IgemmSm90, tiles
+from openconv.cuda.igemm_sm90 import IgemmSm90, _work, tiles
 from openconv.plan import make_plan
 from openconv.problem import DIRECTIONS, Problem
 from openconv.reference import random_inputs
@@ -146,6 +146,15 @@ def test_all_tiles_without_splits_have_the_same_bits(direction, dtype):
             found = make_plan(problem, device, Policy(), with_knobs(ENGINE, problem, tile))(inputs.a, inputs.b, ())
             first = found if first is None else first
             assert torch.equal(found, first), tile
+
+
+def test_a_block_may_have_just_48_kb():
+    """Beyond what its kernel has by itself: more than a launch gives without being asked."""
+    problem, device = Problem.parse("dgrad n3 c8 h2 w13 k8 r1 s3 dil1,3 f16 nhwc"), this_device()
+    some = [tile for tile in tiles(problem, device) if _work(problem, tile).shared == 48 << 10]
+    assert some
+    for tile in some:
+        check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, tile))
 
 
 @pytest.mark.parametrize("direction", ["fprop", "dgrad"])

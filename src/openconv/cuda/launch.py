@@ -194,7 +194,7 @@ class Launch:
             raise ValueError(f"{name}: grid is {tuple(grid)}; wanted sizes from 1 to {limits}")
         _ensure_context(device.index)
         self._kernel = jit.kernel(source, device.arch, name)
-        if shared > 48 << 10:
+        if shared > 32 << 10:  # 48 KB are to be had without asking, less what a kernel has of its own besides
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(int(driver.cuKernelSetAttribute(attribute, shared, self._kernel.handle, device.index)[0]), name)
         attributes, listed = (0, 0), _FOLLOWS if follows and device.capability >= 90 else b""
