@@ -72,6 +72,7 @@ ENGINES = (
     "openconv.rewrites.phases:CudaPhases",
     "openconv.rewrites.groups:CudaGroups",
     "openconv.rewrites.fold_padding:CudaFoldPadding",
+    "openconv.cuda.pad_channels:PadChannels",
     "openconv.rewrites.split:CudaSplit",
     "openconv.cuda.naive:Naive",
 )

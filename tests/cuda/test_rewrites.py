@@ -9,6 +9,7 @@ import torch
 
 import openconv
 from openconv.cuda.compile import variants
+from openconv.cuda.copied import Copied
 from openconv.cuda.device import device_for
 from openconv.engine import engine_named, engines
 from openconv.plan import forget_plans
@@ -31,7 +32,8 @@ from tests.support import (
     with_knobs,
 )
 
-REWRITES = [engine for engine in engines("cuda") if isinstance(engine, Rewrite)]
+# Those that copy with kernels of their own have files of their own here.
+REWRITES = [engine for engine in engines("cuda") if isinstance(engine, Rewrite) and not isinstance(engine, Copied)]
 each_rewrite = pytest.mark.parametrize("engine", REWRITES, ids=[engine.name for engine in REWRITES])
 
 TAKEN = {

@@ -41,8 +41,8 @@ each_part = pytest.mark.parametrize("part", range(PARTS))
 
 
 def sparse(engine) -> int:
-    """Of so many problems one: each is a kernel to compile, and cuda.igemm, which has more tests, takes nearly all."""
-    return 6 if engine.name == "cuda.igemm" else 1
+    """Of so many problems one: each is a kernel to compile; the one takes nearly all, the other has many knobs."""
+    return 6 if engine.name in ("cuda.igemm", "cuda.pad_channels") else 1
 
 
 def taken(engine, names=tuple(PROBLEMS), directions=DIRECTIONS, dtypes=FLOATS, layouts=LAYOUTS):

@@ -1,0 +1,109 @@
+"""cuda.pad_channels: channels rounded up with zeros, for engines that copy and multiply whole vectors of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import prod
+
+from ..device import Device
+from ..engine import Engine
+from ..problem import DTYPE_BYTES, Problem
+from ..rewrites.base import Rewritten, refuses
+from .copied import Copied, Moves
+from .padded import MOST, Padded
+
+__all__ = ["PadChannels"]
+
+_MULTIPLIED = ("f16", "bf16", "e4m3", "e5m2", "i8")  # by tensor cores, and f32 as tf32
+
+
+class PadChannels(Copied):
+    """45 channels computed as 48: what does not have a multiple of 16 bytes of them is copied with zeros behind.
+
+        x'[pixel, c] = x[pixel, c] for c < C, else 0        likewise w, and y is cut off again
+
+    Products with zeros add nothing. It is for engines that refuse such channels, those with the boxes and products of
+    Hopper among them, and wins where these beat the others by more than the copies of what is padded.
+    """
+
+    name = "cuda.pad_channels"
+    device = "cuda"
+    takes_epilogue = True
+    proven = False
+
+    def needs(self, problem: Problem, device: Device) -> Iterator[str]:
+        padded = _padded(problem)
+        if padded == (problem.c, problem.k):
+            yield f"C is {problem.c} and K {problem.k}; wanted one that is no multiple of {_unit(problem)}"
+            return
+        if problem.groups > 1:
+            yield f"groups is {problem.groups}; wanted 1, whose channels lie together"
+            return
+        dtype = problem.dtypes[0]
+        if dtype not in _MULTIPLIED and (dtype != "f32" or problem.precision == "ieee"):
+            yield f"dtypes are {'*'.join(problem.dtypes)}; wanted what tensor cores multiply"
+        if problem.is_empty:
+            yield "a tensor is empty"
+            return
+        inner = problem.with_(c=padded[0], k=padded[1])
+        for at, name in enumerate(("x", "w", "y")):
+            outer, shape = ((p.x_shape, p.w_shape, p.y_shape)[at] for p in (problem, inner))
+            if outer == shape:
+                continue
+            if problem.layouts[at] != "nhwc":
+                yield f"layout of {name} is {problem.layouts[at]}; wanted nhwc, where channels lie together"
+            if prod(shape) >= MOST:
+                yield f"{name} has {prod(shape)} elements once padded; wanted under {MOST}"
+
+    def wants(self, engine: Engine, problem: Problem, device: Device) -> bool:
+        return refuses(engine, problem, device)
+
+    def inside(self, problem: Problem) -> Problem:
+        c, k = _padded(problem)
+        return problem.with_(c=c, k=k)
+
+    def moves(self, problem: Problem) -> Moves:
+        return _moves(self, problem)
+
+    def tell(self, problem: Problem, knobs: Rewritten) -> str:
+        c, k = _padded(problem)
+        return f"{problem.c} by {problem.k} channels as {c} by {k}"
+
+
+def _unit(problem: Problem) -> int:
+    """Channels of 16 bytes; 8 of f32 as well, which is what engines ask for."""
+    return 16 // min(2, DTYPE_BYTES[problem.dtypes[0]])
+
+
+def _padded(problem: Problem) -> tuple[int, int]:
+    unit = _unit(problem)
+    return -(-problem.c // unit) * unit, -(-problem.k // unit) * unit
+
+
+@lru_cache(maxsize=256)
+def _moves(rewrite: PadChannels, problem: Problem) -> Moves:
+    inner = rewrite.inside(problem)
+
+    def rows(p: Problem, at: int) -> tuple[int, int]:
+        """Rows of a tensor, and their length."""
+        counts = p.n * prod(p.spatial), p.k * prod(p.filter), p.n * prod(p.out)
+        return counts[at], p.k if at == 2 else p.c
+
+    def copy(name: str, at: int, size: int, back: bool = False) -> Padded | None:
+        mine, whole = rows(inner, at), rows(problem, at)
+        if mine == whole:
+            return None
+        return Padded(name, *mine, *whole, size) if back else Padded(name, *whole, *mine, size)
+
+    names, sizes, result = ("x", "w", "y"), [DTYPE_BYTES[name] for name in problem.dtypes], problem.result
+    first, second = (copy(names[at], at, sizes[at]) for at in problem.inputs)
+    channels, wide = problem.result_channels, inner.result_channels
+    operands = [
+        None if channels == wide
+        else Padded(operand.name, 1, channels, 1, wide, sizes[result]) if operand.kind == "channel"
+        else copy(operand.name, result, sizes[result]) if operand.kind == "tensor"
+        else None
+        for operand in problem.epilogue.operands
+    ]  # fmt: skip
+    return Moves((first, second), tuple(operands), copy(names[result], result, sizes[result], back=True))
