@@ -130,7 +130,7 @@ class IgemmSm90(Engine):
     def cost(self, problem: Problem, device: Device, knobs: Any) -> float:
         assert isinstance(device, CudaDevice)
         copied = [*_turns(problem, knobs), *turned_operands(problem), turned_result(problem)]
-        seconds = sum(2.2e-6 + 1.2 * turn.seconds(device) for turn in copied if turn)
+        seconds = sum(0.6e-6 + 1.07 * turn.seconds(device) for turn in copied if turn)
         # The rest is the same for all knobs.
         return seconds + 2.5e-6 * problem.stats + _seconds(problem, device, knobs)
 
