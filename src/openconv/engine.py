@@ -73,6 +73,7 @@ ENGINES = (
     "openconv.rewrites.groups:CudaGroups",
     "openconv.rewrites.fold_padding:CudaFoldPadding",
     "openconv.cuda.pad_channels:PadChannels",
+    "openconv.cuda.exchange:Exchange",
     "openconv.rewrites.split:CudaSplit",
     "openconv.cuda.naive:Naive",
 )
@@ -144,7 +145,8 @@ class Engine(ABC):
     takes_fusion: ClassVar[bool] = False
     """Whether the runner computes prologues, other results of an epilogue and statistics itself."""
     proven: ClassVar[bool] = True
-    """Whether it has passed its tests on a device of its kind. One that has not runs only where it is named."""
+    """Whether its results and its predictions have been checked on a device of its kind; else it runs only where it is
+    named."""
     by_values: ClassVar[bool] = False
     """Whether its time depends on what the filter holds, so that measuring it on random numbers says nothing."""
 

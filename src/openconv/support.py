@@ -52,6 +52,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "blur": {"groups": 16, "k": 16, "filter": 17, "padding": 8},
     "thin": {"first": (1, 1, 0), "k": 16},
     "large": {"n": 1, "first": (1 << 20, 3, 1)},
+    "in tf32": {"precision": "tf32"},
 }
 
 
@@ -111,7 +112,7 @@ def _probes() -> tuple[_Probe, ...]:
         for dtype in DTYPES
         for layout in LAYOUTS
         for shape in _SHAPES
-        if rank > 1 or layout == "nchw"
+        if (rank > 1 or layout == "nchw") and (shape != "in tf32" or dtype == "f32")
     )
 
 
@@ -139,6 +140,7 @@ def _support(engine: Engine, device: Device, asked: list[tuple[_Probe, Problem, 
     accepted: list[_Probe] = []
     refused: list[tuple[_Probe, list[str]]] = []
     native: list[str] = []
+    told: set[tuple[object, ...]] = set()
     deterministic, possible = True, True
     always = not isinstance(engine, Wrapper)  # what runs inside by default differs from machine to machine
     for probe, problem, core in asked:
@@ -149,13 +151,17 @@ def _support(engine: Engine, device: Device, asked: list[tuple[_Probe, Problem, 
         accepted.append(probe)
         if core.dtypes == problem.dtypes or (engine.takes_low and probe.dtype in ("f16", "bf16")):
             native.append(probe.dtype)
+        # Layouts and casts lead to other memory, and not to other sums.
+        if (like := (probe.direction, probe.rank, probe.shape, core.dtypes)) in told:
+            continue
+        told.add(like)
         traits = (engine.traits(core, knobs) for knobs in engine.knobs(core, device))
         first = next(traits)
         deterministic &= first.deterministic
         always &= first.batch_invariant
-        possible &= first.batch_invariant or any(t.batch_invariant for t in traits)
+        possible = possible and (first.batch_invariant or any(t.batch_invariant for t in traits))
     families = {probe.family for probe in accepted}
-    needs = [] if engine.proven else ["to be named: it has not passed its tests on such a device yet"]
+    needs = [] if engine.proven else ["to be named: it is not proven on such a device yet"]
     needs += [_need(r) for probe, reasons in refused if probe.family in families for r in reasons]
     taken = {probe.dtype for probe in accepted}
     return EngineSupport(

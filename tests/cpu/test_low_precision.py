@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from openconv.cpu.runtime import Kernel, kernel, launch
 from openconv.cpu.simd import argument, has_f16, lanes, load, load_scalar, narrow, store, store_scalar
 from openconv.engine import engine_named
 from openconv.plan import device_of, make_plan, steps_of
-from openconv.problem import Problem
+from openconv.problem import DIRECTIONS, Problem
 from openconv.select import Policy, choose
 from openconv.tensors import DTYPES, in_layout, to_layout
 
@@ -85,13 +86,18 @@ IMAGES = (
 )
 
 
-CASES = [pytest.param(text, "bf16") for text in DEPTHWISE]
-CASES += [pytest.param(text, "f16", marks=needs_f16) for text in DEPTHWISE[:4]]  # the kernels differ in no other way
+def taking_turns(texts: Sequence[str], first: int, dtype: str) -> Iterator[Any]:
+    """All passes of each, the layouts in turns: each is a kernel to compile."""
+    for at, text in enumerate(texts):
+        for direction in DIRECTIONS:
+            layout = ("nchw", "nhwc")[(at + first + DIRECTIONS.index(direction)) % 2]
+            yield pytest.param(text, direction, layout, dtype, marks=[needs_f16] if dtype == "f16" else [])
 
 
-@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-@pytest.mark.parametrize("direction", ["fprop", "dgrad", "wgrad"])
-@pytest.mark.parametrize(("text", "dtype"), CASES)
+CASES = [*taking_turns(DEPTHWISE, 0, "bf16"), *taking_turns(DEPTHWISE[:4], 1, "f16")]
+
+
+@pytest.mark.parametrize(("text", "direction", "layout", "dtype"), CASES)
 def test_depthwise_layers_have_the_bits_of_whole_casts(text, direction, layout, dtype):
     problem = Problem.parse(f"{direction} {text} {dtype} {layout}")
     policy, given = Policy(engine="cpu.depthwise"), inputs(problem)

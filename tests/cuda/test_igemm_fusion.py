@@ -164,7 +164,7 @@ def test_the_plan_chooses_it_and_says_so():
     accepted, refused = rank(lower(problem, device), device, Policy(tuning="off"))
     assert [candidate.engine.name for candidate in accepted] == ["cuda.igemm"]
     # cuda.pixels takes such problems, of 1x1 filters, and cuda.igemm_sm90 those without a prologue.
-    own = ("is fused", "filter is (3, 3)", "stands before the products", "not passed its tests")
+    own = ("is fused", "filter is (3, 3)", "stands before the products", "not proven")
     assert all(any(word in refusal.reasons[0] for word in own) for refusal in refused)
     assert steps_of(problem, device, accepted[0]) == (
         f"run cuda.igemm [{accepted[0].knobs}] with x+relu +bias+keep+relu stats",

@@ -96,11 +96,10 @@ def test_refusals(text, reason):
 
 def test_only_what_is_padded_is_copied():
     moves = ENGINE.moves(Problem.parse("fprop n2 c64 h5 w6 k23 r3 s3 f16 nhwc +bias"))
-    first, second = moves.inputs
-    assert first is None
-    assert second is not None
-    assert second.told == "copy w, 207x64 as 216x64"
-    assert [copy.told for copy in moves.every[1:]] == ["copy bias, 1x23 as 1x24", "copy y, 24x24 as 24x23"]
+    assert [move.at for move in moves.there] == [(1,), (2,)]
+    assert [*moves.there[0].told, *moves.there[1].told] == ["copy w, 207x64 as 216x64", "copy bias, 1x23 as 1x24"]
+    assert moves.back is not None
+    assert moves.back.told == ("copy y, 24x24 as 24x23",)
 
 
 def test_told():
@@ -108,7 +107,8 @@ def test_told():
     candidate = inside(problem)
     assert isinstance(candidate.knobs, Rewritten)
     assert ENGINE.told(problem, candidate.knobs).startswith("64 by 230 channels as 64 by 232, by cuda.igemm_sm90")
-    assert "2 copies" in ENGINE.reasons(problem, this_device(), candidate.knobs)[0]
+    assert ENGINE.told(problem, candidate.knobs).endswith(", then copy w, 2088x64 as 2070x64")
+    assert "MB of copies" in ENGINE.reasons(problem, this_device(), candidate.knobs)[0]
     files = {source.file for source in ENGINE.sources(problem, this_device(), candidate.knobs)}
     assert {"padded.cu", "igemm_sm90_wgrad.cu"} <= files
 
@@ -127,6 +127,6 @@ def test_copies(size, rows, length, to_rows, to_length):
     wanted[: both[0], : both[1]] = given[: both[0], : both[1]]
     device = this_device()
     assert isinstance(device, CudaDevice)
-    Padded("x", rows, length, to_rows, to_length, size).launch(device)(given.data_ptr(), room.data_ptr())
+    Padded(rows, length, to_rows, to_length, size).launch(device)(given.data_ptr(), room.data_ptr())
     assert torch.equal(room[:-64].view(to_rows, to_length), wanted)
     assert bool((room[-64:] == 77).all())

@@ -17,6 +17,7 @@ from ..plan import lower
 from ..problem import Problem
 from ..rewrites.base import Wrapper
 from . import jit
+from .copied import Copied
 from .device import CudaDevice, device_for
 
 __all__ = ["Built", "Variant", "build", "prepare", "usual_problems", "variants"]
@@ -95,8 +96,9 @@ def variants(problems: Iterable[Problem], archs: Iterable[str], *, chosen: bool 
     from ..select import Policy, rank
 
     policy, problems = Policy(tuning="off"), list(problems)
-    # Rewrites have no kernels of their own: those inside are other engines'.
-    unproven = [e.name for e in engines("cuda") if not e.proven and not isinstance(e, Wrapper)]
+    # Most rewrites have no kernels of their own: those inside are other engines'.
+    alone = [e for e in engines("cuda") if not e.proven and (isinstance(e, Copied) or not isinstance(e, Wrapper))]
+    unproven = [engine.name for engine in alone]
     found: dict[tuple[str, jit.Source], Variant] = {}
     for arch in archs:
         device = device_for(arch)

@@ -5,36 +5,33 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..device import Device
-from ..engine import Runner
+from ..engine import Engine, Runner
 from ..problem import Problem
 from ..rewrites.base import Part, Rewrite, Rewritten, named, runner_of
 from ..tensors import DTYPES, empty
+from ..units import bytes_text, seconds_text
 from . import jit
 from .device import CudaDevice
 from .launch import aligned
 
-__all__ = ["Copied", "Copy", "Moves"]
+__all__ = ["Copied", "Copy", "Move", "Moves"]
 
-_META = torch.device("meta")
+_ALIGN = 256
 
 
 class Copy(Protocol):
-    """A tensor copied by a kernel of its own."""
+    """A kernel that copies tensors."""
 
     @property
-    def size_bytes(self) -> int:
-        """Of the copy."""
-
-    @property
-    def told(self) -> str:
-        """For ``explain``: "copy x, 4096x45 as 4096x48"."""
+    def size_bytes(self) -> tuple[int, ...]:
+        """Of each copy."""
 
     @property
     def source(self) -> jit.Source:
@@ -43,27 +40,37 @@ class Copy(Protocol):
     def seconds(self, device: CudaDevice) -> float:
         """Predicted time."""
 
-    def launch(self, device: CudaDevice) -> Callable[[int, int], None]:
-        """The kernel: called with where the tensor is, and where its copy goes."""
+    def launch(self, device: CudaDevice) -> Callable[..., None]:
+        """The kernel: called with where the tensors are, then with where their copies go."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One launch, and the places of what it copies among a runner's tensors: both inputs, then the epilogue's operands.
+    ``told`` has a phrase for each, for ``explain``."""
+
+    copy: Copy
+    at: tuple[int, ...]
+    told: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Moves:
-    """The copies of both inputs, in the order of a runner, of the epilogue's operands, and of the result from where the
-    engine inside leaves it. None for what is used where it is."""
+    """What is copied before the engine inside runs, and its result behind it, unless that goes to its place."""
 
-    inputs: tuple[Copy | None, Copy | None]
-    operands: tuple[Copy | None, ...]
-    result: Copy | None
+    there: tuple[Move, ...]
+    back: Move | None
 
     @property
-    def every(self) -> list[Copy]:
-        """Those there are."""
-        return [copy for copy in (*self.inputs, *self.operands, self.result) if copy]
+    def copies(self) -> list[Copy]:
+        """All of them."""
+        return [move.copy for move in (*self.there, self.back) if move]
 
 
 class Copied(Rewrite):
     """One problem inside, on copies."""
+
+    summary = Engine.summary  # that of each class itself
 
     @abstractmethod
     def inside(self, problem: Problem) -> Problem:
@@ -77,44 +84,46 @@ class Copied(Rewrite):
         return [Part(self.inside(problem), (None, None, None))]
 
     def workspace_bytes(self, problem: Problem, device: Device, knobs: Rewritten) -> int:
-        inner, choice = self.inside(problem), knobs.inner[0]
-        return _Memory(self, problem).bytes + named(choice.engine).workspace_bytes(inner, device, choice.knobs)
+        return _Memory(self, problem).bytes + self._scratch(problem, device, knobs)
+
+    def _scratch(self, problem: Problem, device: Device, knobs: Rewritten) -> int:
+        choice = knobs.inner[0]
+        return named(choice.engine).workspace_bytes(self.inside(problem), device, choice.knobs)
 
     def copies(self, problem: Problem, knobs: Rewritten) -> tuple[str, ...]:
-        engine = named(knobs.inner[0].engine)
-        made = [copy.told for copy in self.moves(problem).every]
-        return *made, *engine.copies(self.inside(problem), knobs.inner[0].knobs)
+        choice = knobs.inner[0]
+        made = [told for move in self.moves(problem).there for told in move.told]
+        return *made, *named(choice.engine).copies(self.inside(problem), choice.knobs)
+
+    def cost(self, problem: Problem, device: Device, knobs: Rewritten) -> float:
+        # Kernels are queued ahead of the GPU: what a call takes the host does not show.
+        return sum(self._seconds(problem, device, knobs))
 
     def _seconds(self, problem: Problem, device: Device, knobs: Rewritten) -> tuple[float, float]:
         assert isinstance(device, CudaDevice)
         choice = knobs.inner[0]
         computing = named(choice.engine).cost(self.inside(problem), device, choice.knobs)
-        return computing, sum(copy.seconds(device) for copy in self.moves(problem).every)
+        return computing, sum(copy.seconds(device) for copy in self.moves(problem).copies)
 
     def build(self, problem: Problem, device: Device, knobs: Rewritten) -> Runner:
         assert isinstance(device, CudaDevice)
-        inner, choice, moves, memory = self.inside(problem), knobs.inner[0], self.moves(problem), _Memory(self, problem)
-        runner = runner_of(inner, device, choice)
-        scratch = named(choice.engine).workspace_bytes(inner, device, choice.knobs)
-        launches = [copy.launch(device) if copy else None for copy in (*moves.inputs, *moves.operands)]
-        back = moves.result.launch(device) if moves.result else None
+        moves, memory, scratch = self.moves(problem), _Memory(self, problem), self._scratch(problem, device, knobs)
+        runner = runner_of(self.inside(problem), device, knobs.inner[0])
+        launches = [(move.copy.launch(device), move.at) for move in moves.there]
+        back = moves.back.copy.launch(device) if moves.back else None
+        places, end, takes = memory.places, memory.bytes, named(knobs.inner[0].engine).takes_epilogue
 
-        def run(
-            a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: tuple[Tensor, ...] | None
-        ) -> None:
+        def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: Any = None) -> None:
+            assert workspace is not None, "copies lie in the workspace"
             given = [a, b, *(operands or ())]
-            for at, launch in enumerate(launches):
-                if launch is not None:
-                    assert workspace is not None, "copies lie in the workspace"
-                    taken = aligned(given[at], 16)
-                    given[at] = memory.places[at].of(workspace)
-                    launch(taken.data_ptr(), given[at].data_ptr())
-            made = out
-            if back is not None:
-                assert workspace is not None, "the result that is copied lies in the workspace"
-                made = memory.places[-1].of(workspace)
-            free = workspace[memory.bytes :] if workspace is not None and scratch else None
-            runner(given[0], given[1], made, free, None if operands is None else tuple(given[2:]))
+            for launch, at in launches:
+                taken = [aligned(given[each], 16) for each in at]
+                for each in at:
+                    given[each] = places[each].of(workspace)
+                launch(*[tensor.data_ptr() for tensor in taken], *[given[each].data_ptr() for each in at])
+            made = out if back is None else places[-1].of(workspace)
+            free = workspace[end : end + scratch] if scratch else None
+            runner(given[0], given[1], made, free, tuple(given[2:]) if takes else None)
             if back is not None:
                 whole = aligned(out, 16)
                 back(made.data_ptr(), whole.data_ptr())
@@ -123,16 +132,21 @@ class Copied(Rewrite):
 
         return run
 
+    def told(self, problem: Problem, knobs: Rewritten) -> str:
+        back = self.moves(problem).back
+        return super().told(problem, knobs) + (f", then {' and '.join(back.told)}" if back else "")
+
     def reasons(self, problem: Problem, device: Device, knobs: Rewritten) -> tuple[str, ...]:
-        assert isinstance(device, CudaDevice)
         computing, copying = self._seconds(problem, device, knobs)
-        run = f"{computing * 1e6:.1f} us for {knobs.inner[0].told} on '{self.inside(problem)}'"
-        return (f"{run}, {copying * 1e6:.1f} us for {len(self.moves(problem).every)} copies",)
+        inner, choice = self.inside(problem), knobs.inner[0]
+        size = bytes_text(sum(sum(copy.size_bytes) for copy in self.moves(problem).copies))
+        run = f"{seconds_text(computing)} for {choice.told} on '{inner}'"
+        copies = f"{seconds_text(copying)} for {size} of copies"
+        return f"{run}, {copies}", *named(choice.engine).reasons(inner, device, choice.knobs)
 
     def sources(self, problem: Problem, device: Any, knobs: Rewritten) -> list[jit.Source]:
         """The kernels of what is inside, and of the copies."""
-        found = {copy.source: None for copy in self.moves(problem).every}
-        return [*super().sources(problem, device, knobs), *found]
+        return [*super().sources(problem, device, knobs), *(copy.source for copy in self.moves(problem).copies)]
 
 
 @dataclass(frozen=True)
@@ -151,24 +165,24 @@ class _Place:
 
 
 class _Memory:
-    """The workspace: the copies of inputs, operands and result (``places``), each from a multiple of 256 bytes on, and
-    behind them what the engine inside needs."""
+    """The workspace: copies of the inputs, of operands and of the result, as far as there are any, each from a multiple
+    of 256 bytes on (``places``, of all of these); behind them is what the engine inside needs."""
 
     def __init__(self, rewrite: Copied, problem: Problem) -> None:
         inner, moves = rewrite.inside(problem), rewrite.moves(problem)
         shapes = inner.x_shape, inner.w_shape, inner.y_shape
-        self.bytes, self.places = 0, []
-        copied: list[tuple[Copy | None, int, Sequence[int]]] = [
-            (copy, at, shapes[at]) for copy, at in zip(moves.inputs, inner.inputs, strict=True)
-        ]
-        result = inner.result
-        for copy, operand in zip(moves.operands, problem.epilogue.operands, strict=True):
-            vector = operand.kind == "channel"
-            copied.append((copy, result, (inner.result_channels,) if vector else inner.result_shape))
-        copied.append((moves.result, result, inner.result_shape))
-        for copy, at, shape in copied:
+        tensors: list[tuple[int, Sequence[int]]] = [(at, shapes[at]) for at in inner.inputs]
+        for operand in problem.epilogue.operands:
+            one = operand.kind == "channel"
+            tensors.append((inner.result, (inner.result_channels,) if one else inner.result_shape))
+        tensors.append((inner.result, inner.result_shape))
+        last = len(tensors) - 1
+        copied = {each for move in moves.there for each in move.at} | ({last} if moves.back else set())
+        self.bytes = 0
+        self.places: list[_Place] = []
+        for each, (at, shape) in enumerate(tensors):
             dtype = DTYPES[inner.dtypes[at]]
-            size = dtype.itemsize * torch.Size(shape).numel() if copy else 0
-            strides = (1,) if len(shape) == 1 else empty(shape, dtype, inner.layouts[at], _META).stride()
-            self.places.append(_Place(self.bytes, size, tuple(shape), strides, dtype))
-            self.bytes += ceil(size / 256) * 256
+            size = prod(shape) * dtype.itemsize if each in copied else 0
+            whole = empty(shape, dtype, inner.layouts[at], torch.device("meta"))
+            self.places.append(_Place(self.bytes, size, tuple(shape), whole.stride(), dtype))
+            self.bytes += ceil(size / _ALIGN) * _ALIGN

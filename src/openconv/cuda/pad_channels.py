@@ -10,11 +10,12 @@ from ..device import Device
 from ..engine import Engine
 from ..problem import DTYPE_BYTES, Problem
 from ..rewrites.base import Rewritten, refuses
-from .copied import Copied, Moves
+from .copied import Copied, Move, Moves
 from .padded import MOST, Padded
 
 __all__ = ["PadChannels"]
 
+_NAMES = ("x", "w", "y")
 _MULTIPLIED = ("f16", "bf16", "e4m3", "e5m2", "i8")  # by tensor cores, and f32 as tf32
 
 
@@ -90,20 +91,23 @@ def _moves(rewrite: PadChannels, problem: Problem) -> Moves:
         counts = p.n * prod(p.spatial), p.k * prod(p.filter), p.n * prod(p.out)
         return counts[at], p.k if at == 2 else p.c
 
-    def copy(name: str, at: int, size: int, back: bool = False) -> Padded | None:
-        mine, whole = rows(inner, at), rows(problem, at)
-        if mine == whole:
-            return None
-        return Padded(name, *mine, *whole, size) if back else Padded(name, *whole, *mine, size)
+    def padded(at: int) -> Padded | None:
+        mine, whole, size = rows(inner, at), rows(problem, at), DTYPE_BYTES[problem.dtypes[at]]
+        return None if mine == whole else Padded(*whole, *mine, size)
 
-    names, sizes, result = ("x", "w", "y"), [DTYPE_BYTES[name] for name in problem.dtypes], problem.result
-    first, second = (copy(names[at], at, sizes[at]) for at in problem.inputs)
+    result = problem.result
     channels, wide = problem.result_channels, inner.result_channels
-    operands = [
-        None if channels == wide
-        else Padded(operand.name, 1, channels, 1, wide, sizes[result]) if operand.kind == "channel"
-        else copy(operand.name, result, sizes[result]) if operand.kind == "tensor"
-        else None
-        for operand in problem.epilogue.operands
-    ]  # fmt: skip
-    return Moves((first, second), tuple(operands), copy(names[result], result, sizes[result], back=True))
+    named: list[tuple[str, Padded | None]] = [(_NAMES[at], padded(at)) for at in problem.inputs]
+    for operand in problem.epilogue.operands:
+        one = Padded(1, channels, 1, wide, DTYPE_BYTES[problem.result_dtype]) if channels != wide else None
+        kinds = {"channel": one, "tensor": padded(result), "scalar": None}
+        named.append((operand.name, kinds[operand.kind]))
+    there = [Move(copy, (at,), (_told(name, copy),)) for at, (name, copy) in enumerate(named) if copy]
+    if (cut := padded(result)) is None:
+        return Moves(tuple(there), None)
+    back = Padded(cut.to_rows, cut.to_length, cut.rows, cut.length, cut.size)
+    return Moves(tuple(there), Move(back, (-1,), (_told(_NAMES[result], back),)))
+
+
+def _told(name: str, copy: Padded) -> str:
+    return f"copy {name}, {copy.rows}x{copy.length} as {copy.to_rows}x{copy.to_length}"

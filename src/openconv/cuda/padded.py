@@ -22,7 +22,6 @@ class Padded:
     """``rows`` of ``length`` elements of ``size`` bytes, copied as ``to_rows`` of ``to_length``, with zeros where
     those are more (``kernels/padded.cu``)."""
 
-    name: str
     rows: int
     length: int
     to_rows: int
@@ -30,18 +29,13 @@ class Padded:
     size: int
 
     @property
-    def size_bytes(self) -> int:
+    def size_bytes(self) -> tuple[int]:
         """Of the copy."""
-        return self.to_rows * self.to_length * self.size
-
-    @property
-    def told(self) -> str:
-        """For ``explain``."""
-        return f"copy {self.name}, {self.rows}x{self.length} as {self.to_rows}x{self.to_length}"
+        return (self.to_rows * self.to_length * self.size,)
 
     def seconds(self, device: CudaDevice) -> float:
         """Predicted time."""
-        return 2e-6 + (self.rows * self.length * self.size + self.size_bytes) / (0.7 * device.bandwidth)
+        return 2e-6 + (self.rows * self.length * self.size + sum(self.size_bytes)) / (0.7 * device.bandwidth)
 
     def launch(self, device: CudaDevice) -> Launch:
         """The kernel: called with where the tensor is, and where its copy goes, a multiple of 16 bytes."""

@@ -22,7 +22,7 @@ from .policy import Policy
 __all__ = ["Candidate", "Refusal", "choose", "known_of", "rank", "search", "version_of"]
 
 
-_UNPROVEN = "it has not passed its tests on such a device yet, and runs only where it is named: engine={!r}"
+_UNPROVEN = "it is not proven on such a device yet, and runs only where it is named: engine={!r}"
 
 
 @dataclass(frozen=True)
