@@ -79,6 +79,8 @@ class Fusion:
     fused: list[Fused] = field(default_factory=list)
     left: list[tuple[str, Module | str, str]] = field(default_factory=list)
     """Names, modules, and why they stay; of a function, the module in whose forward it stands, and its own name."""
+    pooled: list[tuple[str, str]] = field(default_factory=list)
+    """Max poolings in the code of modules, by the names of these, and of the functions."""
     _work: list[tuple[Any, Module | None, Module | None, str, Tensor | None, Tensor | None]] = field(
         default_factory=list
     )

@@ -1,4 +1,5 @@
 """Sums and activations that are code of a model, into the convolutions in front of them: the second half of ``fuse``.
+Max poolings that are code become openconv's.
 
     relu(bn(conv(y)) + x)    becomes    conv'(y, residual=x, activation="relu")
 
@@ -45,6 +46,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
+from . import pooling
 from .epilogue import Const, Epilogue
 from .evaluate import activate
 from .fuse import ACTIVATIONS, Fused, Fusion, Refused, activation_text, has_forward, is_hooked
@@ -353,6 +355,21 @@ _FUNCTIONS: dict[Any, _Text] = {
 }  # fmt: skip
 
 
+_POOLS: dict[Any, Any] = {
+    getattr(where, f"max_pool{rank}d"): getattr(pooling, f"max_pool{rank}d")
+    for where in (F, torch)
+    for rank in (1, 2, 3)
+}
+
+
+def _pool_of(node: Node) -> Any:
+    """Our function for a max pooling; None if it is none."""
+    try:
+        return _POOLS.get(node.target) if node.op == "call_function" else None
+    except TypeError:  # a target without a hash
+        return None
+
+
 def _function_of(node: Node) -> _Text | None:
     wanted = "call_method" if isinstance(node.target, str) else "call_function"
     try:
@@ -435,6 +452,7 @@ class _Rewriter:
     failed: dict[Module, str] = field(default_factory=dict)
     fused: list[Fused] = field(default_factory=list)
     left: list[tuple[str, Any, str]] = field(default_factory=list)
+    pooled: list[tuple[str, str]] = field(default_factory=list)
     calls: dict[Module, list[bool]] = field(default_factory=dict)
     """Of each activation module, its calls, and whether they were fused."""
 
@@ -495,6 +513,10 @@ class _Rewriter:
         for node in list(flow.graph.nodes):
             if self._is_activation(flow, node):
                 self._attempt(flow, node, self._fuse_activation)
+        for node in flow.graph.nodes:
+            if (ours := _pool_of(node)) is not None:
+                self.pooled.append((self.names[flow.module], f"{_told(node)}()"))
+                node.target, flow.changed = ours, True
 
     def _attempt(self, flow: _Flow, node: Node, fuse: Callable[..., None], *args: Any) -> None:
         """Fuse a node, or note why it stays."""
@@ -760,7 +782,7 @@ class _Rewriter:
                 return set()
             if module in self.flows and not is_hooked(module):
                 return everything | {_OUTSIDE} if self._writes_outside(self.flows[module]) else set()
-            known = type(module).__module__.startswith("torch.nn.") and not any(module.children())
+            known = type(module).__module__.startswith(("torch.nn.", "openconv.nn")) and not any(module.children())
             if known and not is_hooked(module) and not module.training and "forward" not in vars(module):
                 return everything if getattr(module, "inplace", False) else set()
             return everything | {_OUTSIDE}
@@ -801,6 +823,7 @@ def rewrite_forwards(model: Module, refusal: Callable[[Module], str], fusion: Fu
     rewriter.run()
     for module, made in rewriter.classes():
         module.__class__ = made
+    fusion.pooled += rewriter.pooled
     _report(rewriter, fusion)
 
 

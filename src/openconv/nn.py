@@ -1,8 +1,8 @@
 """Modules, and two ways to bring openconv into a model that exists: ``convert`` its modules, or ``patch`` a block.
 
 The modules are subclasses of torch's: they take the same arguments, have the same parameters and load the same state
-dicts, and every ``isinstance`` test still holds. Beyond torch's arguments, by keyword: ``activation`` fuses an
-activation behind the convolution; ``engine``, ``precision``, ``accuracy`` and ``max_workspace`` are handed to
+dicts, and every ``isinstance`` test still holds. Beyond torch's arguments, convolutions take by keyword: ``activation``
+fuses an activation behind the convolution; ``engine``, ``precision``, ``accuracy`` and ``max_workspace`` are handed to
 :func:`openconv.conv2d` and its siblings, which explain them.
 
 >>> layer = Conv2d(3, 8, 3, padding=1, activation="relu")
@@ -26,7 +26,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
-from . import functional
+from . import functional, pooling
 from .fuse import Fused, plan_fusion
 from .fuse_forward import restore, rewrite_forwards
 from .select import Policy
@@ -41,6 +41,9 @@ __all__ = [
     "Conversion",
     "Fused",
     "Left",
+    "MaxPool1d",
+    "MaxPool2d",
+    "MaxPool3d",
     "Patch",
     "Swapped",
     "convert",
@@ -193,11 +196,42 @@ class ConvTranspose3d(_ConvTranspose, torch.nn.ConvTranspose3d):
     function = staticmethod(functional.conv_transpose3d)
 
 
+class MaxPool1d(torch.nn.MaxPool1d):
+    """``torch.nn.MaxPool1d``: on the CPU, where no gradient is wanted, by vectors and all threads; else torch's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The largest of each window."""
+        return _pooled(self, pooling.max_pool1d, input)
+
+
+class MaxPool2d(torch.nn.MaxPool2d):
+    """``torch.nn.MaxPool2d``, as :class:`MaxPool1d`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The largest of each window."""
+        return _pooled(self, pooling.max_pool2d, input)
+
+
+class MaxPool3d(torch.nn.MaxPool3d):
+    """``torch.nn.MaxPool3d``, as :class:`MaxPool1d`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The largest of each window."""
+        return _pooled(self, pooling.max_pool3d, input)
+
+
+def _pooled(module: Any, function: Callable[..., Any], input: Tensor) -> Any:
+    return function(input, module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode,
+                    module.return_indices)  # fmt: skip
+
+
 # -- convert -----------------------------------------------------------------------------------------------------
 
 _MODULES: tuple[type[_Options], ...] = (Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 _OURS: dict[type, type] = {getattr(torch.nn, ours.__name__): ours for ours in _MODULES}
 _TORCHS: dict[type, type] = {ours: torchs for torchs, ours in _OURS.items()}
+_POOLS: dict[type, type] = {getattr(torch.nn, ours.__name__): ours for ours in (MaxPool1d, MaxPool2d, MaxPool3d)}
+_TORCHS_POOLS: dict[type, type] = {ours: torchs for torchs, ours in _POOLS.items()}
 
 
 @dataclass(frozen=True)
@@ -218,7 +252,8 @@ class Left(Swapped):
 @dataclass(frozen=True)
 class Conversion:
     """What :func:`convert` did to ``model``. Printing it lists every convolution, and with ``fuse`` what they compute
-    beside themselves (``fused``) and the norms, activations, sums and modules that stayed, and why (``unfused``)."""
+    beside themselves (``fused``), the max poolings that are openconv's now (``pooled``), and the norms, activations,
+    sums and modules that stayed, and why (``unfused``)."""
 
     model: Module
     swapped: tuple[Swapped, ...]
@@ -226,9 +261,11 @@ class Conversion:
     back: bool = False
     fused: tuple[Fused, ...] = ()
     unfused: tuple[Left, ...] = ()
+    pooled: tuple[Swapped, ...] = ()
 
     def __str__(self) -> str:
-        names = [m.name for m in (*self.swapped, *self.left, *self.unfused)] + [m.name for m in self.fused]
+        modules: tuple[Any, ...] = (*self.swapped, *self.left, *self.unfused, *self.pooled, *self.fused)
+        names = [m.name for m in modules]
         width = max((len(name or "(model)") for name in names), default=0)
         whose = "torch" if self.back else "openconv"
         convolutions = _count(self.swapped, "convolution")
@@ -243,6 +280,8 @@ class Conversion:
             for m in self.fused:
                 *front, last = filter(None, (m.norm, m.sum, f"{m.activation} ({m.function})" * bool(m.activation)))
                 lines += [f"  {m.name or '(model)':{width}}  with {', '.join(front)}{' and ' * bool(front)}{last}"]
+        lines += [f"max pooling by {whose}'s:"] * bool(self.pooled)
+        lines += [f"  {m.name or '(model)':{width}}  {m.module}" for m in self.pooled]
         lines += ["not fused:"] * bool(self.unfused)
         lines += [f"  {m.name or '(model)':{width}}  {m.module}: {m.reason}" for m in self.unfused]
         return "\n".join(lines)
@@ -280,6 +319,9 @@ def convert(
     is added by torch. What cannot be traced, or does things that a trace would lose (``with`` and ``try`` blocks,
     attributes that are set, ``isinstance``, ``print``), stays; the report tells that as well.
 
+    Max poolings, modules of torch's classes and calls in a forward that was traced, become openconv's as well: on the
+    CPU torch's takes as long as several convolutions.
+
     ``inplace=False`` converts a deep copy, to be found as ``model`` of the report::
 
         print(openconv.convert(model))
@@ -312,11 +354,23 @@ def convert(
             if value is not None and not back:
                 setattr(module, limit, value)
     if fusion is None:
-        return Conversion(model, tuple(swapped), tuple(left), back)
+        pooled = _swap_pools(model, _TORCHS_POOLS) if back else []
+        return Conversion(model, tuple(swapped), tuple(left), back, pooled=tuple(pooled))
     fusion.apply()
     rewrite_forwards(model, lambda conv: _code(conv, _TORCHS if _is_ours(conv) else _OURS), fusion)
     unfused = tuple(Left(name, _line(module), reason) for name, module, reason in fusion.left)
-    return Conversion(model, tuple(swapped), tuple(left), back, tuple(fusion.fused), unfused)
+    pooled = [*(Swapped(name, function) for name, function in fusion.pooled), *_swap_pools(model, _POOLS)]
+    return Conversion(model, tuple(swapped), tuple(left), back, tuple(fusion.fused), unfused, tuple(pooled))
+
+
+def _swap_pools(model: Module, table: dict[type, type]) -> list[Swapped]:
+    """Change the classes of max poolings; those with a forward of their own stay."""
+    found = []
+    for name, module in model.named_modules():
+        if type(module) in table and "forward" not in vars(module):
+            found.append(Swapped(name, _line(module)))
+            module.__class__ = table[type(module)]
+    return found
 
 
 def _line(module: Module | str) -> str:

@@ -1,33 +1,47 @@
 """Pooling of tensors: both passes of a :class:`~openconv.pool.Pool`, on any device.
 
-CUDA tensors go to the kernels of :mod:`openconv.cuda.pool`. Everything else is torch's: ``reference_forward`` and
-``reference_backward``, which compute in f32 (f64 for f64) and round once. Results are in the pool's layout; an argument
-in another one is copied first on a GPU.
+CUDA tensors go to the kernels of :mod:`openconv.cuda.pool`, max pooling of f32 and f64 on the CPU to those of
+:mod:`openconv.cpu.pool`. Everything else is torch's: ``reference_forward`` and ``reference_backward``, which compute in
+f32 (f64 for f64) and round once. Results are in the pool's layout; an argument in another one is copied first.
+
+``max_pool1d`` to ``max_pool3d`` are torch's functions of these names, by the kernels where these can be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .cpu.memory import LARGE, large_tensor
 from .pool import Pool
-from .tensors import DTYPES, NAMES
+from .tensors import DTYPES, NAMES, in_layout, layout_of
+from .torch_ops import grad_wanted, plain, undisturbed
 
 if TYPE_CHECKING:
     from .cuda.pool import PoolBackward, PoolForward
 
-__all__ = ["pool_backward", "pool_forward", "reference_backward", "reference_forward"]
+__all__ = [
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+    "pool_backward",
+    "pool_forward",
+    "reference_backward",
+    "reference_forward",
+]
 
 
 def pool_forward(pool: Pool, x: Tensor) -> Tensor:
     """y of (N, C, O, P, Q) from x of (N, C, D, H, W)."""
     _check(pool, "x", x, pool.x_shape)
     if x.device.type != "cuda":
+        if _is_ours(pool) and plain(x) and not grad_wanted((x,)):
+            return _on_the_cpu(pool, _laid_out(pool, x))
         return _laid_out(pool, reference_forward(pool, x))
     held, y = _laid_out(pool, x), _empty(pool, pool.out, x.device)
     _forward(pool, _index(x))(held.data_ptr(), y.data_ptr())
@@ -53,6 +67,87 @@ def pool_backward(pool: Pool, dy: Tensor, x: Tensor | None = None, y: Tensor | N
     workspace = torch.empty(run.workspace_bytes, dtype=torch.uint8, device=dy.device)
     run(kept.data_ptr(), held.data_ptr(), dx.data_ptr(), workspace.data_ptr())
     return dx
+
+
+# -- on the CPU -------------------------------------------------------------------------------------------------------
+
+
+def _is_ours(pool: Pool) -> bool:
+    return pool.mode == "max" and pool.dtype in ("f32", "f64") and 0 not in pool.x_shape
+
+
+def _on_the_cpu(pool: Pool, x: Tensor) -> Tensor:
+    from .cpu.pool import run_max  # it compiles when it is first needed, and brings Numba with it
+
+    y = _empty(pool, pool.out, x.device)
+    if y.numel() * y.element_size() >= LARGE:
+        y = large_tensor(pool.y_shape, y.stride(), x.dtype)
+    run_max(pool, x, y)
+    return y
+
+
+def max_pool1d(
+    input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:  # fmt: skip
+    """``torch.nn.functional.max_pool1d``."""
+    return _max_pool(F.max_pool1d, 1, input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+
+
+def max_pool2d(
+    input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:  # fmt: skip
+    """``torch.nn.functional.max_pool2d``."""
+    return _max_pool(F.max_pool2d, 2, input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+
+
+def max_pool3d(
+    input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:  # fmt: skip
+    """``torch.nn.functional.max_pool3d``."""
+    return _max_pool(F.max_pool3d, 3, input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+
+
+def _max_pool(
+    theirs: Callable[..., Any], rank: int, input: Any, window: Any, stride: Any, padding: Any, dilation: Any,
+    ceil: bool, indices: bool,
+) -> Any:  # fmt: skip
+    """By our kernel where nobody but the caller looks on and there is one; else by torch, which has the errors too."""
+    if not (torch.compiler.is_compiling() or ceil or indices) and plain(input) and input.is_cpu and undisturbed():
+        layout = layout_of(input)
+        if not grad_wanted((input,)) and in_layout(input, layout):
+            numbers = (tuple(v) if isinstance(v, list | tuple) else v for v in (window, stride, padding, dilation))
+            pool = _pool_of(rank, input.shape, input.dtype, layout, *numbers)
+            if pool is not None:
+                return _on_the_cpu(pool, input)
+    return theirs(input, window, stride, padding, dilation, ceil_mode=ceil, return_indices=indices)
+
+
+@lru_cache(maxsize=512)
+def _pool_of(
+    rank: int, shape: tuple[int, ...], dtype: torch.dtype, layout: str, window: Any, stride: Any, padding: Any,
+    dilation: Any,
+) -> Pool | None:  # fmt: skip
+    """The pooling that torch's arguments describe; None if it is none of ours, or wrong."""
+    if len(shape) != rank + 2 or dtype not in (torch.float32, torch.float64) or 0 in shape:
+        return None
+    if dilation != 1 and dilation != (1,) * rank and dilation != (1,):
+        return None
+    each = [value[0] if isinstance(value, tuple) and len(value) == 1 else value for value in (window, stride, padding)]
+    window, stride, padding = each
+    stride = window if stride is None or stride == () else stride
+    pads = padding if isinstance(padding, tuple) else (padding,) * rank
+    try:
+        if any(2 * pad > taps for pad, taps in zip(pads, window if isinstance(window, tuple) else (window,) * rank)):
+            return None
+        return Pool(
+            mode="max", window=window, stride=stride, padding=tuple((pad, pad) for pad in pads), n=shape[0], c=shape[1],
+            spatial=tuple(shape[2:]), dtype=NAMES[dtype], layout=layout,
+        )  # fmt: skip
+    except (TypeError, ValueError):
+        return None
 
 
 # -- torch's ----------------------------------------------------------------------------------------------------------
