@@ -30,6 +30,7 @@ __all__ = [
     "max_pool2d",
     "max_pool3d",
     "pool_backward",
+    "pool_engine",
     "pool_forward",
     "reference_backward",
     "reference_forward",
@@ -148,6 +149,13 @@ def _pool_of(
         )  # fmt: skip
     except (TypeError, ValueError):
         return None
+
+
+def pool_engine(pool: Pool, kind: str, backward: bool = False) -> str:
+    """What computes a pooling on a kind of device, for ``explain``."""
+    if kind == "cuda":
+        return "cuda.pool"
+    return "cpu.pool" if _is_ours(pool) and not backward else "torch"
 
 
 # -- torch's ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from ..select import Candidate, Policy, search
 from ..tensors import ALL_DTYPES
 from .addresses import Addressed, Direct, Memory, View
 from .compiled import Compiled, Maker, Step, Values, placed, put
-from .compute import compute, view_of
+from .compute import compute, engine_of, view_of
 from .fusion import Kernel, dtype_bytes
 from .ir import GraphTensor, Meta, dense_strides, layout_of_strides
 from .operations import VIEWS
@@ -330,9 +330,7 @@ class Compiler:
             for slot, value, make in zip(outs, compute(node, given), makers, strict=True):
                 put(values, slot, value, make, [v for v in given if isinstance(v, Tensor)])
 
-        return Step(
-            kernel, run, "cuda.pool" if node.op.startswith("resample") and self.place.type == "cuda" else "torch"
-        )
+        return Step(kernel, run, engine_of(node, self.place.type))
 
     def _apart(self, tensor: GraphTensor, at: int) -> list[Step]:
         """An output that is an input, a constant, a view of one, or another output is copied: it is the caller's."""

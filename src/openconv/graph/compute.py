@@ -12,13 +12,20 @@ from torch import Tensor
 from ..epilogue import OPS, Const, Expr
 from ..epilogue import Node as Applied
 from ..evaluate import evaluate_tree
-from ..pooling import pool_backward, pool_forward
+from ..pooling import pool_backward, pool_engine, pool_forward
 from ..tensors import ALL_DTYPES, ALL_NAMES
 from ..tree import Reduction, Tree, leaf
 from .ir import Node
 from .operations import pool_of
 
-__all__ = ["compute", "tree_of", "view_of"]
+__all__ = ["compute", "engine_of", "tree_of", "view_of"]
+
+
+def engine_of(node: Node, kind: str) -> str:
+    """What computes a node by itself on a kind of device: a pooling of ours, or torch."""
+    if not node.op.startswith("resample"):
+        return "torch"
+    return pool_engine(pool_of(node), kind, backward=node.op == "resample_backward")
 
 
 def compute(node: Node, values: Sequence[Any]) -> list[Tensor]:

@@ -20,7 +20,6 @@ from xml.sax.saxutils import escape
 
 import torch
 
-from ..cuda.device import CudaDevice
 from ..device import Device
 from ..engine import UnsupportedProblem
 from ..files import write_atomic
@@ -29,7 +28,7 @@ from ..select import Candidate, Policy, choose, current_policy
 from ..units import bytes_text, percent_text, ratio_text, seconds_text
 from .compiled import placed
 from .compiler import chosen, tree_engine, tree_strides
-from .compute import view_of
+from .compute import engine_of, view_of
 from .drawing import cut, draw
 from .fusion import Kernel, dtype_bytes, fuse, tree_seconds
 from .ir import GraphTensor, Node, dense_strides
@@ -336,14 +335,13 @@ class _Reader:
         )  # fmt: skip
 
     def _engine(self, kernel: Kernel) -> str:
-        cuda = isinstance(self.program.device, CudaDevice)
         if self.views[kernel]:
             return "view"
         if kernel.problem is not None:
             return "zeros" if kernel.problem.is_empty else "none"
         if kernel.tree is not None:
             return tree_engine(kernel, self.strides, self.program.device)[0]
-        return "cuda.pool" if cuda and kernel.kind.startswith("resample") else "torch"
+        return engine_of(kernel.nodes[0], self.program.device.kind)
 
     def _candidate(self, kernel: Kernel, choice: tuple[str, str] | None) -> Candidate | str:
         """What runs a convolution, or why nothing does."""
