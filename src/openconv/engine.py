@@ -73,6 +73,7 @@ ENGINES = (
     "openconv.rewrites.groups:CudaGroups",
     "openconv.rewrites.fold_padding:CudaFoldPadding",
     "openconv.cuda.pad_channels:PadChannels",
+    "openconv.cuda.fold_columns:FoldColumns",
     "openconv.cuda.exchange:Exchange",
     "openconv.rewrites.split:CudaSplit",
     "openconv.cuda.naive:Naive",

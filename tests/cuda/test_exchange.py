@@ -19,7 +19,7 @@ from openconv.plan import forget_plans, steps_of
 from openconv.problem import Problem
 from openconv.rewrites import base
 from openconv.rewrites.base import Choice, Rewritten, allowed, settings_of
-from openconv.select import Policy, choose, rank
+from openconv.select import Policy, choose
 from tests.support import (
     accepts,
     candidates,
@@ -213,14 +213,12 @@ def test_knobs_are_engines_and_theirs():
     assert not knobs[0].like(knobs[1])
 
 
-def test_runs_where_it_is_named_alone():
-    problem = Problem.parse(f"{LAYER} tf32")
-    usual, refused = rank(problem, this_device(), Policy())
-    assert not any(c.engine.name == ENGINE.name for c in usual)
-    assert any(r.engine.name == ENGINE.name and "runs only where it is named" in r.reasons[0] for r in refused)
-    named = choose(problem, this_device(), Policy(engine=ENGINE.name))
-    assert named.traits.batch_invariant
-    assert named.traits.deterministic
+def test_is_chosen_by_itself():
+    for precision in ("tf32", "tf32x3"):
+        found = choose(Problem.parse(f"{LAYER} {precision}"), this_device(), Policy())
+        assert found.engine.name == ENGINE.name
+        assert found.traits.batch_invariant
+        assert found.traits.deterministic
     forget_plans()
     check_plan(Problem.parse("wgrad n8 c8 h6 w7 k8 r3 s3 pad1 f32 nhwc*nchw>nchw tf32"), engine=ENGINE.name)
 

@@ -34,7 +34,7 @@ each_engine = pytest.mark.parametrize("engine", ENGINES, ids=[engine.name for en
 FLOATS = ("f32", "f16", "bf16", "f64")
 FORWARD_ONLY = ("cuda.patch_rows", "cuda.patches")
 # They take none of the shared problems, or too few: tests/gpu has a file for each.
-OF_ITS_OWN = ("cuda.igemm_sm90", "cuda.pixels", "cuda.exchange", "cuda.split")
+OF_ITS_OWN = ("cuda.igemm_sm90", "cuda.pixels", "cuda.exchange", "cuda.fold_columns", "cuda.split")
 # Kernels are compiled for each problem: tests in parts are shared out evenly between processes.
 PARTS = 4
 each_part = pytest.mark.parametrize("part", range(PARTS))

@@ -1,4 +1,5 @@
-"""Rewrites whose one problem has tensors of its own, which kernels copy to the workspace, and its result from there."""
+"""Rewrites whose one problem has tensors of its own, which kernels copy to the workspace, and its result from there.
+Those that are not copied are read and written where they are."""
 
 from __future__ import annotations
 
@@ -73,27 +74,31 @@ class Copied(Rewrite):
     summary = Engine.summary  # that of each class itself
 
     @abstractmethod
-    def inside(self, problem: Problem) -> Problem:
+    def inside(self, problem: Problem, way: Any = None) -> Problem:
         """The problem inside."""
 
     @abstractmethod
-    def moves(self, problem: Problem) -> Moves:
+    def moves(self, problem: Problem, way: Any = None) -> Moves:
         """What is copied."""
 
-    def parts(self, problem: Problem, way: None) -> list[Part]:
-        return [Part(self.inside(problem), (None, None, None))]
+    def seen(self, tensor: Tensor, at: int, problem: Problem, way: Any) -> Tensor:
+        """x, w or y, as ``at`` says, as the problem inside has it where it is not copied."""
+        return tensor
+
+    def parts(self, problem: Problem, way: Any) -> list[Part]:
+        return [Part(self.inside(problem, way), (None, None, None))]
 
     def workspace_bytes(self, problem: Problem, device: Device, knobs: Rewritten) -> int:
-        return _Memory(self, problem).bytes + self._scratch(problem, device, knobs)
+        return _Memory(self, problem, knobs.way).bytes + self._scratch(problem, device, knobs)
 
     def _scratch(self, problem: Problem, device: Device, knobs: Rewritten) -> int:
         choice = knobs.inner[0]
-        return named(choice.engine).workspace_bytes(self.inside(problem), device, choice.knobs)
+        return named(choice.engine).workspace_bytes(self.inside(problem, knobs.way), device, choice.knobs)
 
     def copies(self, problem: Problem, knobs: Rewritten) -> tuple[str, ...]:
         choice = knobs.inner[0]
-        made = [told for move in self.moves(problem).there for told in move.told]
-        return *made, *named(choice.engine).copies(self.inside(problem), choice.knobs)
+        made = [told for move in self.moves(problem, knobs.way).there for told in move.told]
+        return *made, *named(choice.engine).copies(self.inside(problem, knobs.way), choice.knobs)
 
     def cost(self, problem: Problem, device: Device, knobs: Rewritten) -> float:
         # Kernels are queued ahead of the GPU: what a call takes the host does not show.
@@ -102,16 +107,21 @@ class Copied(Rewrite):
     def _seconds(self, problem: Problem, device: Device, knobs: Rewritten) -> tuple[float, float]:
         assert isinstance(device, CudaDevice)
         choice = knobs.inner[0]
-        computing = named(choice.engine).cost(self.inside(problem), device, choice.knobs)
-        return computing, sum(copy.seconds(device) for copy in self.moves(problem).copies)
+        computing = named(choice.engine).cost(self.inside(problem, knobs.way), device, choice.knobs)
+        return computing, sum(copy.seconds(device) for copy in self.moves(problem, knobs.way).copies)
 
     def build(self, problem: Problem, device: Device, knobs: Rewritten) -> Runner:
         assert isinstance(device, CudaDevice)
-        moves, memory, scratch = self.moves(problem), _Memory(self, problem), self._scratch(problem, device, knobs)
-        runner = runner_of(self.inside(problem), device, knobs.inner[0])
+        way, scratch = knobs.way, self._scratch(problem, device, knobs)
+        moves, memory = self.moves(problem, way), _Memory(self, problem, way)
+        runner = runner_of(self.inside(problem, way), device, knobs.inner[0])
         launches = [(move.copy.launch(device), move.at) for move in moves.there]
         back = moves.back.copy.launch(device) if moves.back else None
         places, end, takes = memory.places, memory.bytes, named(knobs.inner[0].engine).takes_epilogue
+        # Which of x, w and y each input and operand is like; those without a copy are read where they are.
+        like = [*problem.inputs, *(problem.result if o.kind == "tensor" else -1 for o in problem.epilogue.operands)]
+        copied = {each for move in moves.there for each in move.at}
+        kept = [(each, which) for each, which in enumerate(like) if which >= 0 and each not in copied]
 
         def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, operands: Any = None) -> None:
             assert workspace is not None, "copies lie in the workspace"
@@ -121,7 +131,9 @@ class Copied(Rewrite):
                 for each in at:
                     given[each] = places[each].of(workspace)
                 launch(*[tensor.data_ptr() for tensor in taken], *[given[each].data_ptr() for each in at])
-            made = out if back is None else places[-1].of(workspace)
+            for each, which in kept:
+                given[each] = self.seen(given[each], which, problem, way)
+            made = self.seen(out, problem.result, problem, way) if back is None else places[-1].of(workspace)
             free = workspace[end : end + scratch] if scratch else None
             runner(given[0], given[1], made, free, tuple(given[2:]) if takes else None)
             if back is not None:
@@ -133,20 +145,23 @@ class Copied(Rewrite):
         return run
 
     def told(self, problem: Problem, knobs: Rewritten) -> str:
-        back = self.moves(problem).back
+        back = self.moves(problem, knobs.way).back
         return super().told(problem, knobs) + (f", then {' and '.join(back.told)}" if back else "")
 
     def reasons(self, problem: Problem, device: Device, knobs: Rewritten) -> tuple[str, ...]:
         computing, copying = self._seconds(problem, device, knobs)
-        inner, choice = self.inside(problem), knobs.inner[0]
-        size = bytes_text(sum(sum(copy.size_bytes) for copy in self.moves(problem).copies))
+        inner, choice = self.inside(problem, knobs.way), knobs.inner[0]
+        size = bytes_text(sum(sum(copy.size_bytes) for copy in self.moves(problem, knobs.way).copies))
         run = f"{seconds_text(computing)} for {choice.told} on '{inner}'"
         copies = f"{seconds_text(copying)} for {size} of copies"
         return f"{run}, {copies}", *named(choice.engine).reasons(inner, device, choice.knobs)
 
     def sources(self, problem: Problem, device: Any, knobs: Rewritten) -> list[jit.Source]:
         """The kernels of what is inside, and of the copies."""
-        return [*super().sources(problem, device, knobs), *(copy.source for copy in self.moves(problem).copies)]
+        return [
+            *super().sources(problem, device, knobs),
+            *(copy.source for copy in self.moves(problem, knobs.way).copies),
+        ]
 
 
 @dataclass(frozen=True)
@@ -168,8 +183,8 @@ class _Memory:
     """The workspace: copies of the inputs, of operands and of the result, as far as there are any, each from a multiple
     of 256 bytes on (``places``, of all of these); behind them is what the engine inside needs."""
 
-    def __init__(self, rewrite: Copied, problem: Problem) -> None:
-        inner, moves = rewrite.inside(problem), rewrite.moves(problem)
+    def __init__(self, rewrite: Copied, problem: Problem, way: Any) -> None:
+        inner, moves = rewrite.inside(problem, way), rewrite.moves(problem, way)
         shapes = inner.x_shape, inner.w_shape, inner.y_shape
         tensors: list[tuple[int, Sequence[int]]] = [(at, shapes[at]) for at in inner.inputs]
         for operand in problem.epilogue.operands:

@@ -39,7 +39,6 @@ class Exchange(Copied):
 
     name = "cuda.exchange"
     device = "cuda"
-    proven = False
     batches_alike = True
 
     def needs(self, problem: Problem, device: Device) -> Iterator[str]:
@@ -67,10 +66,10 @@ class Exchange(Copied):
         # Images are its depth: what it does for a batch of channels says nothing of them.
         return replace(super().traits(problem, knobs), batch_invariant=True)
 
-    def inside(self, problem: Problem) -> Problem:
+    def inside(self, problem: Problem, way: None = None) -> Problem:
         return _inside(problem)
 
-    def moves(self, problem: Problem) -> Moves:
+    def moves(self, problem: Problem, way: None = None) -> Moves:
         x, dy, dw = _tensors(problem)
         size = DTYPE_BYTES[problem.dtypes[0]]
         told = tuple(f"copy {name} with batch and channels exchanged" for name in ("x", "dy"))

@@ -43,7 +43,6 @@ class Fft(Engine):
     name = "cuda.fft"
     device = "cuda"
     takes_epilogue = True
-    proven = False
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         if problem.dtypes[0] not in DTYPES or len(set(problem.dtypes)) > 1:

@@ -31,7 +31,6 @@ class PadChannels(Copied):
     name = "cuda.pad_channels"
     device = "cuda"
     takes_epilogue = True
-    proven = False
 
     def needs(self, problem: Problem, device: Device) -> Iterator[str]:
         padded = _padded(problem)
@@ -60,11 +59,11 @@ class PadChannels(Copied):
     def wants(self, engine: Engine, problem: Problem, device: Device) -> bool:
         return refuses(engine, problem, device)
 
-    def inside(self, problem: Problem) -> Problem:
+    def inside(self, problem: Problem, way: None = None) -> Problem:
         c, k = _padded(problem)
         return problem.with_(c=c, k=k)
 
-    def moves(self, problem: Problem) -> Moves:
+    def moves(self, problem: Problem, way: None = None) -> Moves:
         return _moves(self, problem)
 
     def tell(self, problem: Problem, knobs: Rewritten) -> str:

@@ -61,7 +61,6 @@ class Winograd(Engine):
     name = "cuda.winograd"
     device = "cuda"
     takes_epilogue = True
-    proven = False
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
         yield from product_refusals(problem)

@@ -101,4 +101,3 @@ class CudaAs2d(As2d):
     name = "cuda.as_2d"
     device = "cuda"
     takes_epilogue = True
-    proven = False
