@@ -28,7 +28,7 @@ FEW = (
     "n2 c8 d8 h28 w56 k8 t3 r1 s1 pad1,0,0",
     "n2 c8 d4 h28 w56 k8 t1 r3 s3 pad0,1,1",
     "n2 c8 d12 h14 w28 k16 t7 r1 s1 stride4,1,1 pad3,0,0",
-    "n3 c4 h33 w48 k24 r5 s4 pad2:1,0:3 dil1,2",
+    "n3 c4 h33 w48 k24 r5 s4 pad2:1,3:3 dil1,2",
 )
 ODD = (
     "n2 c45 d4 h28 w28 k64 t3 r1 s1 pad1,0,0",
@@ -74,6 +74,9 @@ def test_columns_have_the_same_bits_again():
 def test_padded_channels(text, direction, dtype):
     dtype, _, precision = dtype.partition(" ")
     problem = make(f"{text} {precision}".strip(), direction, dtype, "nhwc")
+    if dtype == "f32" and direction == "wgrad":
+        assert not accepts(PAD, problem)  # there is none that would want it
+        return
     assert accepts(PAD, problem)
     found: dict[str, list] = {}
     for candidate in candidates(PAD, problem):

@@ -66,6 +66,10 @@ class Exchange(Copied):
         # Images are its depth: what it does for a batch of channels says nothing of them.
         return replace(super().traits(problem, knobs), batch_invariant=True)
 
+    def cost(self, problem: Problem, device: Device, knobs: Rewritten) -> float:
+        # 31 times of an H200 are 0.63 to 0.87 of what its parts are predicted to take.
+        return 0.79 * super().cost(problem, device, knobs)
+
     def inside(self, problem: Problem, way: None = None) -> Problem:
         return _inside(problem)
 

@@ -96,8 +96,14 @@ class CpuAs2d(As2d):
 
 
 class CudaAs2d(As2d):
-    """On a GPU."""
+    """On a GPU, whose engines take signals as they are: for volumes."""
 
     name = "cuda.as_2d"
     device = "cuda"
     takes_epilogue = True
+
+    def needs(self, problem: Problem, device: Device) -> Iterator[str]:
+        if problem.rank == 1:
+            yield "rank is 1; wanted 3: engines of a GPU know signals as well as images"
+        else:
+            yield from super().needs(problem, device)
