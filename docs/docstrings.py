@@ -36,6 +36,9 @@ def markdown(text: str, obj: griffe.Object) -> str:
         if in_code:
             paragraphs.append(paragraph)
             continue
+        if paragraph.startswith(">>> "):
+            paragraphs.append(f"```pycon\n{paragraph}\n```")
+            continue
         if lines and lines[-1].endswith("::"):
             lines[-1], in_code = lines[-1][:-1], True
         paragraphs.append("\n".join(_items([_prose(line, obj) for line in lines], _listed(obj))))
