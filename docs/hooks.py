@@ -29,7 +29,6 @@ from markdown import Extension, Markdown
 from markdown.treeprocessors import Treeprocessor
 from markdown_it import MarkdownIt
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.exceptions import PluginError
 from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
@@ -214,7 +213,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     try:
         markdown = expand(_site.root, markdown)
     except ValueError as error:
-        raise PluginError(f"{_site.places.get(uri, uri)}: {error}") from None
+        log.error(f"{_site.places.get(uri, uri)}: {error}")
     lines = markdown.splitlines()
     for number, line in unfenced(markdown):
         lines[number - 1] = _SITE.sub(r"\1", _NUMBER.sub("", line))
