@@ -13,6 +13,7 @@ import pytest
 def kernels() -> Iterator[tuple[int, int, int]]:
     """Threads, registers and shared bytes: by turns each of the limits is the one that counts."""
     yield from [(256, 48, 0), (32, 16, 0), (1024, 64, 0), (1024, 65, 0), (128, 255, 0), (384, 168, 232448), (33, 40, 0)]
+    yield from [(64, 32, 7168), (1024, 32, 116736), (96, 24, 20480)]  # without the 1024 bytes one more would fit
     generator = np.random.default_rng(1)
     for _ in range(200):
         threads, registers = int(generator.integers(1, 1025)), int(generator.integers(16, 256))
