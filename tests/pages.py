@@ -1,14 +1,22 @@
-"""Pages of Markdown whose code is run: each Python block in order, and the text behind one is what it prints."""
+"""Pages of Markdown that keep their word: each Python block is run, the text behind one is what it prints, and commands
+of openconv are parsed."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from typer.main import get_command
+
+from openconv.bench.suites import suite_names
+from openconv.cli import app
+from openconv.problem import Problem
 
 ROOT = Path(__file__).parents[1]
 _BLOCK = re.compile(r"^```(\w+)[^\S\n]*\n(.*?)^```[^\S\n]*$", re.MULTILINE | re.DOTALL)
@@ -27,7 +35,7 @@ def blocks(page: Path) -> Iterator[Block]:
     """The blocks of a page. One of ``text`` with nothing but blanks before it is what a Python block prints."""
     text = page.read_text()
     found = list(_BLOCK.finditer(text))
-    for match, after in zip(found, [*found[1:], None], strict=True):
+    for match, after in zip_longest(found, found[1:]):
         shown = after is not None and after[1] == "text" and not text[match.end() : after.start()].strip()
         yield Block(match[1], text.count("\n", 0, match.start(2)), match[2], after[2] if after and shown else None)
 
@@ -60,3 +68,63 @@ def run_page(path: Path, capsys: pytest.CaptureFixture[str], names: dict[str, An
             assert facts(printed) == facts(block.shown), f"{where}:{block.line} prints\n{printed}"
         count += 1
     return count
+
+
+def command_lines(page: Path) -> Iterator[tuple[int, list[str]]]:
+    """The line and the words behind ``openconv`` of each command of a page: in its ``sh`` blocks, where variables and
+    comments may stand around it, and in code within a sentence."""
+    for block in blocks(page):
+        if block.language == "sh":
+            text, line = block.text, block.line
+            while (end := text.find("\n")) >= 0:
+                while text[:end].endswith("\\"):
+                    end = text.index("\n", end + 1)
+                yield from ((line + 1, words) for words in _commands(text[:end].replace("\\\n", " ")))
+                line, text = line + text[: end + 1].count("\n"), text[end + 1 :]
+    plain = _BLOCK.sub(lambda match: "\n" * match[0].count("\n"), page.read_text())
+    for span in re.finditer(r"(?<!`)`(openconv [a-z][^`|]*?)`(?!`)", plain):
+        if not span[1].endswith("..."):
+            yield from ((plain.count("\n", 0, span.start()) + 1, words) for words in _commands(span[1]))
+
+
+def _commands(line: str) -> Iterator[list[str]]:
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if word.strip("|&;<>"):
+            words.append(word)
+            continue
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)
+        if words and words[0] == "openconv":
+            yield words[1:]
+        words = []
+
+
+def parse_command(words: list[str]) -> list[str]:
+    """Parse a command line of openconv as it would be run, without running it, and look its problems and suites up; the
+    names of the command. An error says what is wrong."""
+    command: Any = get_command(app)
+    path: list[str] = []
+    while hasattr(command, "commands"):
+        if not words or words[0] not in command.commands:
+            raise ValueError(f"{' '.join(['openconv', *path])} has no command {words[:1]}; wanted one of "
+                             f"{', '.join(command.commands)}")  # fmt: skip
+        path.append(words[0])
+        command, words = command.commands[words[0]], words[1:]
+    try:
+        context = command.make_context(" ".join(path), list(words))
+    except Exception as error:
+        if hasattr(error, "format_message"):
+            raise ValueError(f"openconv {' '.join(path)}: {error.format_message()}") from None
+        raise
+    given = context.params
+    if path == ["explain"]:
+        Problem.parse(" ".join(given["problem"]))
+    for what in (given.get("what") or ()) if path in (["bench"], ["tune"]) else ():
+        if " " in what:
+            Problem.parse(what)
+        elif ":" not in what and what not in suite_names():
+            raise ValueError(f"openconv {path[0]}: there is no suite {what!r}")
+    return path

@@ -22,7 +22,7 @@ def test_facts_keep_what_is_not_predicted():
 def test_a_page_that_does_not_keep_its_word(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("# Page\n\n```python\nkept = 1\nprint(kept)\n```\n\n```text\n1\n```\n\n```sh\nfalse\n```\n")
-    names = {}
+    names: dict[str, int] = {}
     assert run_page(page, capsys, names) == 1
     assert names["kept"] == 1
     page.write_text(page.read_text().replace("```text\n1", "```text\n2"))
