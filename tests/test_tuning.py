@@ -469,6 +469,14 @@ def test_tuning_a_model_is_known_to_its_own_calls(monkeypatch):
     assert seen == []
 
 
+def test_a_model_is_tuned_where_it_is():
+    net, x = model().to("meta"), torch.randn(2, 3, 16, 16, device="meta")
+    for example in (x, {"x": x}, [x]):
+        assert tuner._place_of(net, (example,)) == torch.device("meta")
+    assert tuner._place_of(net, (3,)) == torch.device("meta")
+    assert tuner._place_of([LAYER], ()) == "cpu"
+
+
 def test_a_model_without_convolutions_is_refused():
     with pytest.raises(ValueError, match="Linear called no convolution"):
         openconv.tune(torch.nn.Linear(2, 2), torch.zeros(1, 2))

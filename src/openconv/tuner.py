@@ -51,13 +51,14 @@ class Tuned:
 
 def tune(
     what: Problem | str | Iterable[Problem | str] | torch.nn.Module, *example: Any, budget: float | str = "60s",
-    device: str | torch.device = "cpu", backward: bool = False, again: bool = False, store: Store | None = None,
+    device: str | torch.device | None = None, backward: bool = False, again: bool = False, store: Store | None = None,
     progress: Callable[[int, int, Tuned], None] | None = None,
 ) -> list[Tuned]:  # fmt: skip
     """Measure the candidates of problems and remember the results in the user's database.
 
     ``what`` is a problem, a list of them, or a model, whose ``example`` inputs follow: the convolutions that it calls
     are recorded, those of torch and of openconv alike, and with ``backward`` those of the gradients of its sum too.
+    They are measured on ``device``; if that is not given, where the model and its inputs are, else on the CPU.
     ``budget`` bounds the whole: seconds, or a text such as ``"90s"``, ``"5m"``. What is left is shared out evenly among
     the problems to come. Problems that the user's database, or ``store``, has already are passed over unless ``again``
     is said, so that a second call goes on where the first one ended. ``progress`` is told of each problem: how many are
@@ -65,7 +66,7 @@ def tune(
 
     Returns one :class:`Tuned` for each problem. On Ctrl-C what was measured stays in the database.
     """
-    place = torch.device(device)
+    place = torch.device(device or _place_of(what, example))
     if isinstance(what, torch.nn.Module):
         problems = convolutions_of(what, *example, backward=backward)
     elif example:
@@ -86,6 +87,14 @@ def tune(
     finally:
         forget_plans()
     return done
+
+
+def _place_of(what: Any, example: Sequence[Any]) -> str | torch.device:
+    """The device of the first tensor of a model's inputs, else of its parameters; the CPU for all else."""
+    tensors = [each for each in torch.utils._pytree.tree_leaves(example) if isinstance(each, Tensor)]
+    if isinstance(what, torch.nn.Module):
+        tensors += list(what.parameters())
+    return tensors[0].device if tensors else "cpu"
 
 
 def _tune(
