@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,7 @@ from openconv.cli import app
 from openconv.problem import Problem
 
 ROOT = Path(__file__).parents[1]
-_BLOCK = re.compile(r"^```(\w+)[^\S\n]*\n(.*?)^```[^\S\n]*$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^(?P<indent> *)```(\w+) *\n(.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -36,8 +37,9 @@ def blocks(page: Path) -> Iterator[Block]:
     text = page.read_text()
     found = list(_BLOCK.finditer(text))
     for match, after in zip_longest(found, found[1:]):
-        shown = after is not None and after[1] == "text" and not text[match.end() : after.start()].strip()
-        yield Block(match[1], text.count("\n", 0, match.start(2)), match[2], after[2] if after and shown else None)
+        shown = after is not None and after[2] == "text" and not text[match.end() : after.start()].strip()
+        line, code = text.count("\n", 0, match.start(3)), dedent(match[3])
+        yield Block(match[2], line, code, dedent(after[3]) if after and shown else None)
 
 
 def facts(text: str) -> list[str]:
@@ -72,7 +74,7 @@ def run_page(path: Path, capsys: pytest.CaptureFixture[str], names: dict[str, An
 
 def command_lines(page: Path) -> Iterator[tuple[int, list[str]]]:
     """The line and the words behind ``openconv`` of each command of a page: in its ``sh`` blocks, where variables and
-    comments may stand around it, and in code within a sentence."""
+    comments may stand around it, and in code within a sentence, unless that is the name of a command alone."""
     for block in blocks(page):
         if block.language == "sh":
             text, line = block.text, block.line
@@ -84,7 +86,8 @@ def command_lines(page: Path) -> Iterator[tuple[int, list[str]]]:
     plain = _BLOCK.sub(lambda match: "\n" * match[0].count("\n"), page.read_text())
     for span in re.finditer(r"(?<!`)`(openconv [a-z][^`|]*?)`(?!`)", plain):
         if not span[1].endswith("..."):
-            yield from ((plain.count("\n", 0, span.start()) + 1, words) for words in _commands(span[1]))
+            line = plain.count("\n", 0, span.start()) + 1
+            yield from ((line, words) for words in _commands(span[1]) if _command(words)[2])
 
 
 def _commands(line: str) -> Iterator[list[str]]:
@@ -102,17 +105,22 @@ def _commands(line: str) -> Iterator[list[str]]:
         words = []
 
 
+def _command(words: list[str]) -> tuple[list[str], Any, list[str]]:
+    """The names of the command that words lead to, as far as they do, the command, and the words behind."""
+    command: Any = get_command(app)
+    path: list[str] = []
+    while words and words[0] in getattr(command, "commands", {}):
+        path, command, words = [*path, words[0]], command.commands[words[0]], words[1:]
+    return path, command, words
+
+
 def parse_command(words: list[str]) -> list[str]:
     """Parse a command line of openconv as it would be run, without running it, and look its problems and suites up; the
     names of the command. An error says what is wrong."""
-    command: Any = get_command(app)
-    path: list[str] = []
-    while hasattr(command, "commands"):
-        if not words or words[0] not in command.commands:
-            raise ValueError(f"{' '.join(['openconv', *path])} has no command {words[:1]}; wanted one of "
-                             f"{', '.join(command.commands)}")  # fmt: skip
-        path.append(words[0])
-        command, words = command.commands[words[0]], words[1:]
+    path, command, words = _command(words)
+    if hasattr(command, "commands"):
+        raise ValueError(f"{' '.join(['openconv', *path])} has no command {words[:1]}; wanted one of "
+                         f"{', '.join(command.commands)}")  # fmt: skip
     try:
         context = command.make_context(" ".join(path), list(words))
     except Exception as error:

@@ -31,17 +31,17 @@ def test_command_lines_exist(page):
 
 def test_there_are_command_lines_to_look_at():
     found = [words for page in PAGES for _, words in command_lines(page)]
-    assert len(found) > 30
+    assert len(found) > 25
     assert {"bench", "tune", "explain"} <= {words[0] for words in found}
 
 
 def test_command_lines_of_a_page(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "Say `openconv doctor`, or `openconv tuning show|diff`.\n\n"
+        "Say `openconv doctor --json`, or `openconv tuning show`.\n\n"
         '```sh\nA_B=1 openconv explain "fprop n1" \\\n  --json  # why\nopenconv doctor | openconv engines\n```\n'
     )
-    found = [(3 + 1, ["explain", "fprop n1", "--json"]), (6, ["doctor"]), (6, ["engines"]), (1, ["doctor"])]
+    found = [(3 + 1, ["explain", "fprop n1", "--json"]), (6, ["doctor"]), (6, ["engines"]), (1, ["doctor", "--json"])]
     assert list(command_lines(page)) == found
 
 
