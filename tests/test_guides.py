@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from openconv.engine import engines, unregister
 from tests.pages import ROOT, command_lines, parse_command, run_page
 
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -15,7 +16,17 @@ PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 def test_code_runs_and_prints_what_the_guide_shows(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OPENCONV_TUNING_FILE", str(tmp_path / "tuning.json"))
-    assert run_page(page, capsys, {"torch": torch, "tmp_path": tmp_path}) >= 3
+    before = engines()
+    try:
+        assert run_page(page, capsys, {"torch": torch, "tmp_path": tmp_path}) >= 5
+    finally:
+        for engine in set(engines()) - set(before):
+            unregister(engine.name)
+    assert engines() == before
+
+
+def test_there_are_guides():
+    assert len(GUIDES) >= 6
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
