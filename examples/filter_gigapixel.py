@@ -84,7 +84,7 @@ def draw(path: Path, size: int, progress: Progress) -> None:
             image = np.load(unfinished, mmap_mode="r+")
             for left in range(0, size, 1024):
                 rows, columns = np.ogrid[top : min(top + 1024, size), left : min(left + 1024, size)]
-                rings = 50 * np.tanh(2 * np.cos(np.hypot(rows - size / 3, columns - size / 2) / 15))
+                rings = 50 * np.tanh(6 * np.cos(np.hypot(rows - size / 3, columns - size / 2) / 15))
                 noise = np.random.default_rng((top, left)).integers(-6, 7, rings.shape)
                 grey = 120 + 60 * columns / size + rings + noise
                 image[top : top + 1024, left : left + 1024] = grey.clip(0, 255)
