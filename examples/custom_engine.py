@@ -2,9 +2,9 @@
 
     y = sum over r, s of  w[r, s] * x shifted by (r, s)
 
-Each tap is one pass over the whole image by torch's vectorised addition, and a tap of zero is none at all. On the CPU the
-package computes integers by the definition alone (cpu.naive), so for them this narrow engine is worth its lines; for
-floats cpu.filter2d reads the image once instead of nine times, and this engine refuses.
+Each tap is one pass over the whole image by torch's vectorised addition, and a tap of zero is none at all. On the CPU
+the package computes integers by the definition alone (cpu.naive), so for them this narrow engine is worth its lines;
+for floats cpu.filter2d reads the image once instead of nine times, and this engine refuses.
 
     python examples/custom_engine.py                 # Conway's game of life, whose neighbour counts are a 3x3 filter
     python examples/custom_engine.py --size 2048 --generations 50
