@@ -74,8 +74,8 @@ docs: $(NEEDS_DOCS) ## regenerate the tables from the recorded results, build th
 
 # Compiled kernels in the user's cache directory are keyed by their source and never stale: they stay.
 clean: ## remove build outputs and caches, Numba's too; keeps .venv and recorded results
-	rm -rf build dist openconv-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
-	find src tests docs tutorial benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	rm -rf build dist openconv-demo openconv-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find src tests docs tutorial benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # --- .venv ------------------------------------------------------------------------------------------------
 
