@@ -13,7 +13,7 @@ from openconv.engine import engines, unregister
 from tests.pages import ROOT, command_lines, parse_command, run_page
 
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "tutorial").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
