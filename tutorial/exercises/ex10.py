@@ -32,6 +32,7 @@ def turn(step: int, stages: int) -> tuple[int, int]:
 
     A barrier begins in phase 0. Each time the bytes of a step have come, its phase ends and the next one begins. A wait
     for parity 0 returns if the phase that ended last was one of the even ones, 0, 2, ..., for parity 1 one of the odd.
+    (Before any has ended, a wait for parity 1 returns, as if phase -1 had.)
     """
     raise NotImplementedError("your turn: write turn")
 
