@@ -79,8 +79,9 @@ class Counted:
 
 
 @pytest.mark.parametrize(
-    ("height", "width", "r", "m"), [(6, 6, 3, 4), (3, 3, 3, 2), (10, 14, 3, 4), (9, 11, 3, 2), (11, 8, 3, 4), (9, 12, 5, 2)]
-)  # fmt: skip
+    ("height", "width", "r", "m"),
+    [(6, 6, 3, 4), (3, 3, 3, 2), (10, 14, 3, 4), (9, 11, 3, 2), (11, 8, 3, 4), (9, 12, 5, 2)],
+)
 def test_images_are_filtered_with_few_products(answer: ModuleType, height: int, width: int, r: int, m: int) -> None:
     draw, tally = random.Random(height * width), [0]
     x, w = (

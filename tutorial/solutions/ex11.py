@@ -55,7 +55,7 @@ def _sum(factors: Sequence[Fraction], values: Sequence[Any]) -> Any:
 
 
 def filter_image(x: Sequence[Sequence[Any]], w: Sequence[Sequence[Any]], m: int) -> list[list[Any]]:
-    """y[i][j] = sum over a, b of w[a][b] * x[i + a][j + b] for all i, j with whole windows, by tiles of m x m outputs."""
+    """y[i][j] = sum over a, b of w[a][b] * x[i + a][j + b] for all whole windows, by tiles of m x m outputs."""
     r = len(w)
     t = m + r - 1
     at, g, bt = matrices(m, r, _POINTS[: t - 1])
