@@ -16,8 +16,8 @@ def overlap_save(x: Signal, w: Signal, size: int) -> Signal:
 
     By overlap-save: cut x into tiles of `size` positions (the last one filled up with zeros), transform each with
     np.fft.rfft, multiply by the conjugate of the filter's spectrum, transform back with np.fft.irfft, and keep of each
-    tile what did not wrap around: in all len(x) - len(w) + 1 results. The filter is transformed once, and there are as few tiles as cover the results. Sums
-    over taps, np.convolve and np.correlate are out.
+    tile what did not wrap around: in all len(x) - len(w) + 1 results. The filter is transformed once, and there are as
+    few tiles as cover the results. Sums over taps, np.convolve and np.correlate are out.
 
     ValueError if the filter is longer than a tile or than x: a tile would have no result.
     """
