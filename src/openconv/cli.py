@@ -21,6 +21,7 @@ from .bench.command import bench
 from .bench.errors_command import bench_errors
 from .bench.graphs_command import bench_graphs
 from .bench.models_command import bench_models
+from .bench.profile_command import profile
 from .bench.report.command import report
 from .compile_command import compile_kernels
 from .tune_command import database, tune
@@ -233,7 +234,7 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _command in (bench, report, tune):
+for _command in (bench, report, tune, profile):
     app.command()(_reporting(_command))
 for _entry in database.registered_commands:
     _entry.callback = _reporting(_entry.callback) if _entry.callback else None

@@ -100,7 +100,10 @@ def write_documents(root: Path | None = None) -> dict[Path, bool]:
 
 def main() -> int:
     """Rewrite the generated files; prints which of them changed."""
-    for path, changed in write_documents().items():
+    from .book import write_book
+
+    root = results_folder().parents[1]
+    for path, changed in {**write_documents(root), **write_book(root)}.items():
         print(f"{path.name}: {'unchanged' if not changed else 'rewritten' if path.exists() else 'removed'}")
     return 0
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...files import write_atomic
+from ...units import seconds_text
 from ..results import Record, geometric_mean
-from .drawing import COLOURS, TEXT, new_figure, png, style
+from .drawing import COLOURS, TEXT, looks, new_figure, png, style
 from .errors import draw_errors
 from .runs import DIRECTION_ORDER, Run, base_name, grouped, layer_family, problem_of
 from .winners import draw_winners
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_engine_map", "draw_growth", "draw_ratios", "draw_roofline", "write_plots"]
+__all__ = [
+    "draw_bars", "draw_engine_map", "draw_growth", "draw_ratios", "draw_roofline", "draw_rooflines", "write_plots",
+]  # fmt: skip
 
 _FAST, _SLOW = "#0072b2", "#d55e00"
 _PEER_COLOURS = ("#8a8f98", "#000000", "#a0522d", "#6a3d9a")
@@ -195,6 +198,52 @@ def draw_roofline(run: Run) -> Figure | None:
     _log_axes(axes, "arithmetic intensity, FLOP per byte that must move", "reached, FLOP/s")
     _draw_ceilings(axes, timed)
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure
+
+
+def draw_rooflines(run: Run) -> Figure:
+    """As :func:`draw_roofline`, with every engine that was timed with its default knobs; a hollow mark is PyTorch."""
+    timed = [r for r in run.records if r.seconds and problem_of(r).flops and problem_of(r).min_bytes]
+    figure = new_figure(9, 6, f"Every engine, and the roofline\n{run.title}")
+    axes = figure.subplots()
+    for name, look in looks(name for r in timed for name in r.engines if "[" not in name).items():
+        reached = _reached((r, name) for r in timed)
+        _scatter(axes, reached, label=name, mark=look.mark, colour=look.colour)
+    for peer in run.peers[:1]:
+        x, y = zip(*_reached((r, peer) for r in timed), strict=True)
+        axes.scatter(x, y, s=42, facecolors="none", edgecolors=TEXT, linewidths=0.9, label=f"PyTorch ({len(x)})")
+    _log_axes(axes, "arithmetic intensity, FLOP per byte that must move", "reached, FLOP/s of the definition")
+    _draw_ceilings(axes, timed)
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure
+
+
+def draw_bars(run: Run, engines: Sequence[str]) -> Figure:
+    """The times of engines and PyTorch for the passes of one layer: a panel a pass, a bar each."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    records = sorted(run.records, key=lambda r: DIRECTION_ORDER[problem_of(r).direction])
+    names = [*engines, *(peer for peer in ("torch", "torch_nchw") if any(peer in r.seconds for r in records))]
+    figure = new_figure(3.6 * len(records) + 1.4, 0.36 * len(names) + 1.5, f"{records[0].problem}\n{run.title}")
+    panels = figure.subplots(1, len(records), squeeze=False, sharey=True)[0]
+    for axes, record in zip(panels, records, strict=True):
+        style(axes)
+        for at, name in enumerate(names):
+            took = record.seconds.get(record.chosen if name == "chosen" else name)
+            if took:
+                axes.barh(
+                    at, took["median"], left=0, color=COLOURS[0] if "." in name or name == "chosen" else COLOURS[6]
+                )
+                text = seconds_text(took["median"])
+                axes.annotate(text, (took["median"], at), (4, 0), textcoords="offset points", fontsize=8, va="center")
+        axes.set_xscale("log")
+        low, high = (pick(took["median"] for took in record.seconds.values()) for pick in (min, max))
+        axes.set_xlim(0.5 * low, 6 * high)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: seconds_text(value)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_title(problem_of(record).direction, fontsize=9, color=TEXT)
+    panels[0].invert_yaxis()
     return figure
 
 

@@ -14,6 +14,7 @@ from ..errors import FILE_NAME as ERRORS
 from ..errors import ErrorRecord, read_errors
 from ..graphs_results import FILE_NAME as GRAPHS
 from ..models import FILE_NAME as MODELS
+from ..profiles import FILE_NAME as PROFILES
 from ..results import Record, read, results_folder
 
 __all__ = ["DIRECTION_ORDER", "Run", "base_name", "grouped", "layer_family", "layer_kind", "load", "problem_of"]
@@ -170,7 +171,7 @@ def _runs_at(path: Path) -> list[tuple[Path, Run]]:
 
 def _all_checked(folder: Path) -> list[Record]:
     """The records of all suites of a folder."""
-    files = sorted(file for file in folder.glob("*.jsonl") if file.name not in (GRAPHS, ERRORS, MODELS))
+    files = sorted(file for file in folder.glob("*.jsonl") if file.name not in (GRAPHS, ERRORS, MODELS, PROFILES))
     return [record for file in files for record in _checked(file)]
 
 
