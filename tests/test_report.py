@@ -288,7 +288,7 @@ def test_the_documents_show_every_machine_and_the_readme_the_best_recorded(tmp_p
     assert "cpu.naive" in readme
     results = (root / "docs" / "results.md").read_text()
     assert "choice by predicted cost alone would take 2.000 times as long" in results
-    assert "results/*" in results
+    assert "(report/report.html)" in results
     assert "## Some GPU, torch 2.0" in results
     assert f"`{POINTWISE}` | cpu.a **wrong**" in (root / "docs" / "results" / "cpu-big.md").read_text()
 

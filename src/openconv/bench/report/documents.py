@@ -30,6 +30,10 @@ from .winners import draw_winners, map_records
 __all__ = ["main", "picture_sources", "render", "replace_part", "write_documents"]
 
 
+REPORT = "<!-- site: [The page with plots and filters](report/report.html) of all records. -->"
+"""What the site shows and a Markdown viewer does not: `make docs` puts the page beside the site's own."""
+
+
 def replace_part(text: str, name: str, content: str) -> str:
     """The text with a generated part replaced; ValueError if it has no such part."""
     pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
@@ -168,7 +172,7 @@ def _overview(
         "left, while torch asks for new "
         'pages. The first of its size does not: see "every result on new memory".'
     )
-    parts = ["# Results", explanation]
+    parts = ["# Results", explanation, REPORT]
     for run in runs:
         parts += [
             f"## {run.title}",
@@ -178,7 +182,6 @@ def _overview(
             *model_means(models[run.name]),
             *graph_means(graphs[run.name]),
         ]
-    parts.append("```{toctree}\n:hidden:\n:glob:\n\nresults/*\n```")
     return "\n\n".join(parts) + "\n"
 
 
