@@ -2,7 +2,7 @@
 #
 #   make test                    uses .venv, built with $(PYTHON) from constraints.txt
 #   make test PY=python3         uses that Python as it is: no .venv, no network
-#   make bench ARGS="--help"     ARGS goes to the command behind bench, test, test-gpu and demo
+#   make bench ARGS="--help"     ARGS goes to the command behind bench, test, test-gpu, demo and exercise
 
 SHELL  := /bin/sh
 PYTHON ?= python3
@@ -27,7 +27,7 @@ endif
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check kernels format test-gpu bench docs clean
+.PHONY: help demo test check kernels format test-gpu exercise bench docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,10 @@ format: $(NEEDS) ## rewrite Python and CUDA sources in the house style
 test-gpu: ## the tests that need a CUDA device, with PY, else .venv, else python3; installs nothing
 	$(GPU_PY) -m pytest tests/gpu $(ARGS)
 
+exercise: $(NEEDS) ## grade exercise N of the tutorial: make exercise N=1
+	@case '$(N)' in [1-9]|0[1-9]|1[0-6]) ;; *) echo "which exercise? make exercise N=1, up to N=16" >&2; exit 2 ;; esac
+	$(PY) -m pytest tutorial/exercises/test_ex$$(printf '%02d' $(N:0%=%)).py $(ARGS)
+
 bench: $(NEEDS) ## verify, time and record under benchmarks/results
 	$(PY) -m openconv.cli bench $(ARGS)
 
@@ -70,8 +74,8 @@ docs: $(NEEDS_DOCS) ## regenerate the tables from the recorded results, build th
 
 # Compiled kernels in the user's cache directory are keyed by their source and never stale: they stay.
 clean: ## remove build outputs and caches, Numba's too; keeps .venv and recorded results
-	rm -rf build dist openconv-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
-	find src tests docs tutorial benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	rm -rf build dist openconv-demo openconv-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find src tests docs tutorial benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # --- .venv ------------------------------------------------------------------------------------------------
 

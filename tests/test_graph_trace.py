@@ -62,6 +62,8 @@ FUNCTIONS = {
     "relu": F.relu, "relu6": F.relu6, "leaky_relu": lambda x: F.leaky_relu(x, 0.2), "elu": lambda x: F.elu(x, 0.7),
     "silu": F.silu, "gelu": F.gelu, "gelu tanh": lambda x: F.gelu(x, approximate="tanh"), "hardswish": F.hardswish,
     "softplus": lambda x: F.softplus(x * 20, 2.0), "sigmoid": F.sigmoid, "tanh": F.tanh, "hardtanh": F.hardtanh,
+    "mish": lambda x: F.mish(x * 3), "selu": F.selu, "celu": lambda x: F.celu(x, 0.4),
+    "prelu": lambda x: (F.prelu(x, B2[:1]), F.prelu(x, B2[: x.shape[1]]), F.prelu(x[:, 0, 0], B2[: x.shape[3]])),
     "hardsigmoid": F.hardsigmoid, "dropout in inference": lambda x: F.dropout(x, 0.5, training=False),
     "methods": lambda x: x.relu().sigmoid().tanh().exp().abs().sqrt().log().neg().sin().cos().erf(),
     "operators": lambda x: (1 - x) * 2 / (x * x + 3) - (-x) + 2 / (1 + x.abs()),
@@ -407,12 +409,27 @@ def test_many_threads_trace_once():
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
+
+class StraightThrough(torch.autograd.Function):
+    """Its gradient is not that of what it computes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
 REFUSED = {
     "a function that is missing": (
         lambda x: F.interpolate(x, scale_factor=2), NotImplementedError, "cannot trace interpolate; there are .*relu",
     ),
     "a method that is missing": (lambda x: x.cumsum(0), NotImplementedError, "cannot trace Tensor.cumsum; there are"),
     "a missing method of a weight": (lambda x: x + W2.cumsum(0), NotImplementedError, "cannot trace .*cumsum"),
+    "a missing function of torch": (lambda x: torch.cumsum(x, 1), NotImplementedError, "cannot trace torch.cumsum; "),
+    "a gradient of its own": (StraightThrough.apply, NotImplementedError, "StraightThrough, a torch.autograd"),
     "bool": (lambda x: x if x.sum() > 0 else -x, TypeError, r"bool\(\) of a traced tensor \(\): .*torch.where"),
     "float": (lambda x: x * float(x.sum()), TypeError, r"float\(\) of a traced tensor"),
     "item": (lambda x: x * x.sum().item(), TypeError, r"item\(\) of a traced tensor"),

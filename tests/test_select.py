@@ -19,7 +19,7 @@ import openconv
 import openconv.engine
 from openconv import Policy, Problem, UnsupportedProblem, policy
 from openconv.device import Device
-from openconv.engine import Engine, Knobs, Traits, engine_named, engines
+from openconv.engine import Engine, Knobs, Traits, engine_named
 from openconv.select import DEFAULT, choose, current_policy, rank
 
 DEVICE = Device(kind="cpu", name="test", threads=2)
@@ -113,9 +113,6 @@ def registry(monkeypatch):
     monkeypatch.setitem(sys.modules, "fake_engines", module)
     monkeypatch.setattr(openconv.engine, "ENGINES", tuple(f"fake_engines:{cls.__name__}" for cls in classes))
     Tiled.asked.clear()
-    engines.cache_clear()
-    yield
-    engines.cache_clear()
 
 
 def order(problem=PROBLEM, **limits):
@@ -142,7 +139,6 @@ def test_a_tie_goes_to_the_earlier_in_the_registry(monkeypatch):
     monkeypatch.setattr(Last, "seconds", Fast.seconds)
     assert order(accuracy="strict")[:2] == ["fake.fast", "fake.last"]
     monkeypatch.setattr(openconv.engine, "ENGINES", tuple(reversed(openconv.engine.ENGINES)))
-    engines.cache_clear()
     assert order(accuracy="strict")[:2] == ["fake.last", "fake.fast"]
 
 

@@ -469,6 +469,33 @@ def test_tuning_a_model_is_known_to_its_own_calls(monkeypatch):
     assert seen == []
 
 
+def test_a_database_that_cannot_be_written_is_told_before_measuring(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    seen = counted(monkeypatch)
+    with pytest.raises(OSError, match="file"):
+        openconv.tune(LAYER, budget=0.2, store=database.Store(tmp_path / "file" / "tuning.json"))
+    assert seen == []
+
+
+def test_what_came_of_a_problem_as_text():
+    measured = (
+        Measurement("cpu.a", "k=1", "v", 2e-6, 1e-6, 3e-6, 3),
+        Measurement("cpu.b", "-", "v", 3e-6, 2e-6, 4e-6, 3),
+    )
+    problem = LAYER
+    told = tuner.Tuned(problem, "measured", Entry(measured), "cpu.b -")
+    assert str(told) == f"{problem}: measured, cpu.a [k=1] 2.00 us, 1.50 times as fast as what predictions choose"
+    assert str(tuner.Tuned(problem, "no choice")) == f"{problem}: no choice"
+
+
+def test_a_model_is_tuned_where_it_is():
+    net, x = model().to("meta"), torch.randn(2, 3, 16, 16, device="meta")
+    for example in (x, {"x": x}, [x]):
+        assert tuner._place_of(net, (example,)) == torch.device("meta")
+    assert tuner._place_of(net, (3,)) == torch.device("meta")
+    assert tuner._place_of([LAYER], ()) == "cpu"
+
+
 def test_a_model_without_convolutions_is_refused():
     with pytest.raises(ValueError, match="Linear called no convolution"):
         openconv.tune(torch.nn.Linear(2, 2), torch.zeros(1, 2))

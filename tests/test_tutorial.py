@@ -20,7 +20,7 @@ PAGES = [*CHAPTERS, ROOT / "tutorial" / "README.md", *sorted((ROOT / "docs" / "g
 EXERCISES = sorted((ROOT / "tutorial" / "exercises").glob("ex*.py"))
 NUMBERS = [f"{number:02}" for number in range(1, 17)]
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-_INCLUDE = re.compile(r"^<!-- include: (.*?) -->$", re.MULTILINE)
+_INCLUDE = re.compile(r"^<!-- include: .*? -->$", re.MULTILINE)
 
 
 def name(page: Path) -> str:

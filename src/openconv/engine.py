@@ -4,7 +4,11 @@ An engine is one algorithm on one kind of device. It is stateless, and its file 
 (idea, formula, when it wins and loses), ``name``, :meth:`~Engine.refusals`, :meth:`~Engine.traits`,
 :meth:`~Engine.workspace_bytes`, :meth:`~Engine.knobs`, :meth:`~Engine.cost`, :meth:`~Engine.build`.
 
-Adding an engine is one file and one line in :data:`ENGINES`.
+Adding an engine to the package is one file and one line in :data:`ENGINES`. A program adds one of its own by
+:func:`register`:
+
+    >>> @register
+    ... class Box3x3(Engine): ...
 """
 
 from __future__ import annotations
@@ -12,13 +16,15 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
+import secrets
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from .device import Device
 from .problem import Problem
@@ -34,6 +40,9 @@ __all__ = [
     "engine_named",
     "engines",
     "find_engine",
+    "register",
+    "unregister",
+    "when_engines_change",
 ]
 
 ENGINES = (
@@ -194,20 +203,30 @@ class Engine(ABC):
 
     @property
     def source(self) -> str:
-        """The file to read."""
-        return inspect.getsourcefile(type(self)) or "?"
+        """The file to read; ``?`` for a class that was typed at a prompt."""
+        try:
+            return inspect.getsourcefile(type(self)) or "?"
+        except (OSError, TypeError):
+            return "?"
 
     @property
     def version(self) -> str:
         """A digest of the code that runs: its file and those beside it that it imports, without comments, docstrings
-        and the cost model. A measured time holds for one version."""
-        return code_digest(self.source)
+        and the cost model. A measured time holds for one version. A class without a file has one of its own in each
+        process."""
+        source = self.source
+        return code_digest(source) if Path(source).is_file() else _typed_version(type(self))
 
 
 # What starts a line is looked for with the end of the line before, many times faster than with ^.
 _PROSE = re.compile(r'\n\s*(?:""".*?"""|#[^\n]*)|\n    def cost\(.*?(?=\n    def )', re.DOTALL)
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _BEYOND = ("launch", "jit", "device")  # what surrounds a CUDA kernel and does not change what it takes
+
+
+@cache
+def _typed_version(engine: type[Engine]) -> str:
+    return secrets.token_hex(6)
 
 
 @cache
@@ -248,16 +267,21 @@ class UnsupportedProblem(RuntimeError):
         super().__init__(f"no engine takes '{problem}':\n" + "\n".join(lines))
 
 
-@cache
 def engines(kind: str = "") -> tuple[Engine, ...]:
-    """All engines in order of the registry, or those of one kind of device: a process that uses a GPU alone does not
-    wait for what the CPU's are built with."""
+    """All engines, those of :func:`register` and then those of the package in their order, or those of one kind of
+    device: a process that uses a GPU alone does not wait for what the CPU's are built with."""
+    return _registry(kind, ENGINES, _registered)
+
+
+@lru_cache(maxsize=32)
+def _registry(kind: str, shipped: tuple[str, ...], registered: tuple[Engine, ...]) -> tuple[Engine, ...]:
+    """Keyed by all that it follows from, so that no thread can leave the list of before behind."""
 
     def wanted(entry: str) -> bool:
         module = entry.removeprefix("openconv.")
         return not kind or module == entry or module.startswith((f"{kind}.", "rewrites."))
 
-    found = [_load(entry) for entry in ENGINES if wanted(entry)]
+    found = [*registered, *(_load(entry) for entry in shipped if wanted(entry))]
     return tuple(engine for engine in found if kind in ("", engine.device))
 
 
@@ -283,3 +307,68 @@ def find_engine(name: str) -> Engine | None:
             if engine.name == name:
                 return engine
     return None
+
+
+# -- engines of other programs ----------------------------------------------------------------------------------------
+
+_Class = TypeVar("_Class", bound=type[Engine])
+_lock = threading.Lock()
+_registered: tuple[Engine, ...] = ()
+_watchers: list[Callable[[], None]] = []
+
+
+def register(engine: _Class) -> _Class:
+    """Have an engine of your own take part in every choice from now on, in this process; also a decorator.
+
+    The class needs no arguments, and a name that starts with its device: ``cpu.box3x3``. It is ranked by its predicted
+    and measured times as any other; of equal predictions its own goes first. All plans are made anew, except for those
+    of graphs that ran already. A class of the same module and name takes the place of the one before it, so that a cell
+    of a notebook can run twice; another class under a name that is taken is a ValueError.
+    """
+    global _registered
+    if not (inspect.isclass(engine) and issubclass(engine, Engine)):
+        raise TypeError(f"register: got {engine!r:.80}; wanted a subclass of openconv.engine.Engine, the class itself")
+    if inspect.isabstract(engine):
+        missing = ", ".join(sorted(engine.__abstractmethods__))
+        raise TypeError(f"register: {engine.__qualname__} lacks {missing}; class Engine says what each returns")
+    name, device = getattr(engine, "name", None), engine.device
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"register: {engine.__qualname__}.device is {device!r}; wanted 'cpu' or 'cuda'")
+    if not isinstance(name, str) or not re.fullmatch(rf"{device}\.[a-z]\w*", name):
+        wanted = f"a text such as '{device}.{engine.__name__.lower()}', its device before the dot"
+        raise ValueError(f"register: {engine.__qualname__}.name is {name!r}; wanted {wanted}")
+    with _lock:
+        same = find_engine(name)
+        if same is not None and not (same in _registered and _same_place(type(same), engine)):
+            where = f"{type(same).__module__}.{type(same).__qualname__}"
+            raise ValueError(f"register: the name {name!r} is taken by {where}; give the engine another one")
+        code_digest.cache_clear()  # the file may have changed since it was read
+        _registered = (*(e for e in _registered if e is not same), engine())
+    _changed()
+    return engine
+
+
+def unregister(name: str) -> None:
+    """Take an engine of :func:`register` out of all choices to come; ValueError where there is none of this name."""
+    global _registered
+    with _lock:
+        left = tuple(engine for engine in _registered if engine.name != name)
+        if len(left) == len(_registered):
+            there = ", ".join(engine.name for engine in _registered) or "none"
+            raise ValueError(f"unregister: {name!r} was not registered; registered now: {there}")
+        _registered = left
+    _changed()
+
+
+def when_engines_change(forget: Callable[[], None]) -> None:
+    """Have something called after each :func:`register` and :func:`unregister`: what keeps choices forgets them."""
+    _watchers.append(forget)
+
+
+def _same_place(one: type[Engine], other: type[Engine]) -> bool:
+    return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
+
+
+def _changed() -> None:
+    for forget in _watchers:
+        forget()

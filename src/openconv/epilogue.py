@@ -369,11 +369,19 @@ class Epilogue:
 
     def activation(self, text: str) -> Epilogue:
         """Apply an activation given by name, with parameters where it has some: ``"leaky_relu(0.2)"``."""
-        steps, kept = _Parser(f"+{text}").chain(acc)
-        plain = isinstance(steps, Node) and isinstance(steps.args[0], Acc) and not kept
-        if not plain or not isinstance(steps, Node) or steps.op not in ACTIVATIONS:
-            raise ValueError(f"activation is {text!r}; wanted one of {', '.join(ACTIVATIONS)}")
-        return self.then(steps.op, params=steps.params)
+        match = re.fullmatch(rf"({_NAME.pattern})(?:\(([^()]*)\))?", text)
+        if match is None or match[1] not in ACTIVATIONS:
+            names = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activation is {text!r}; wanted one of {names}, or with numbers, as leaky_relu(0.2)")
+        name, most = match[1], len(OPS[match[1]].params)
+        try:
+            params = tuple(map(float, match[2].split(","))) if match[2] else ()
+        except ValueError:
+            params = (0.0,) * (most + 1)
+        if len(params) > most:
+            wanted = f"{name} with at most {most} number{'s' * (most > 1)}" if most else f"{name} without numbers"
+            raise ValueError(f"activation is {text!r}; wanted {wanted}")
+        return self.then(name, params=params)
 
     def __str__(self) -> str:
         """The text form: empty for the identity."""

@@ -30,7 +30,7 @@ from .cpu.memory import FRESH, LARGE, borrow, give_back, large_tensor
 from .cuda.device import CudaDevice, cuda_device, device_for
 from .cuda.launch import Single
 from .device import Device
-from .engine import Engine, Runner
+from .engine import Engine, Runner, when_engines_change
 from .epilogue import IDENTITY, Epilogue, Finish
 from .evaluate import before, evaluate, evaluator_, finisher_, statistics
 from .prepared import kept, prepared
@@ -647,11 +647,13 @@ def plan_cache() -> dict[Any, Any]:
 
 
 def forget_plans() -> None:
-    """Have every problem planned anew, as after a change of the tuning database."""
+    """Have every problem planned anew, as after a change of the tuning database or of the engines there are."""
     with _lock:
         for cache in _caches:
             cache.clear()
 
+
+when_engines_change(forget_plans)
 
 _plans: dict[tuple[Problem, Device, Policy], Plan] = plan_cache()
 

@@ -118,16 +118,17 @@ def _probes() -> tuple[_Probe, ...]:
 
 def support_table() -> list[EngineSupport]:
     """One row for each engine of the registry, in its order."""
-    kinds = sorted({engine.device for engine in engines()})
-    return list(_table(tuple(device_of(torch.device(kind)) for kind in kinds)))
+    registry = engines()
+    kinds = sorted({engine.device for engine in registry})
+    return list(_table(registry, tuple(device_of(torch.device(kind)) for kind in kinds)))
 
 
 @cache
-def _table(devices: tuple[Device, ...]) -> tuple[EngineSupport, ...]:
-    """Seconds of questions, whose answers change with the devices alone."""
+def _table(registry: tuple[Engine, ...], devices: tuple[Device, ...]) -> tuple[EngineSupport, ...]:
+    """Seconds of questions, whose answers change with engines and devices alone."""
     known = {device.kind: device for device in devices}
     asked = {kind: _questions(device) for kind, device in known.items()}
-    return tuple(_support(engine, known[engine.device], asked[engine.device]) for engine in engines())
+    return tuple(_support(engine, known[engine.device], asked[engine.device]) for engine in registry)
 
 
 def _questions(device: Device) -> list[tuple[_Probe, Problem, Problem]]:

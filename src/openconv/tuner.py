@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,17 +24,18 @@ from .engine import UnsupportedProblem
 from .plan import device_of, forget_plans, lower
 from .problem import Problem
 from .select import Policy, choose, current_policy, search, version_of
-from .select.database import Entry, Store, user_store
+from .select.database import Database, Entry, Store, user_store
 from .tensors import NAMES
 from .torch_ops import epilogue_of, problem_of
+from .units import seconds_text
 
 __all__ = ["Tuned", "convolutions_of", "parse_seconds", "tune"]
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of one problem: its entry, how it was come by (``measured``, ``known``, ``no choice``, ``unsupported``
-    or ``no time``), and the engine that predictions would have chosen."""
+    """What came of one problem: its entry, how it was come by (``measured``, ``known``, ``no choice``, ``unsupported``,
+    ``no memory`` or ``no time``), and the engine that predictions would have chosen."""
 
     problem: Problem
     state: str
@@ -48,24 +50,34 @@ class Tuned:
         took = [m.seconds for m in self.entry.measured if f"{m.engine} {m.knobs}" == self.heuristic]
         return took[0] / self.entry.best.seconds if took else None
 
+    def __str__(self) -> str:
+        """One line: the problem, its state, and the fastest engine with its time."""
+        if self.entry is None:
+            return f"{self.problem}: {self.state}"
+        best = self.entry.best
+        more = f", {self.gain:.2f} times as fast as what predictions choose" if self.gain else ""
+        return f"{self.problem}: {self.state}, {best.engine} [{best.knobs}] {seconds_text(best.seconds)}{more}"
+
 
 def tune(
     what: Problem | str | Iterable[Problem | str] | torch.nn.Module, *example: Any, budget: float | str = "60s",
-    device: str | torch.device = "cpu", backward: bool = False, again: bool = False, store: Store | None = None,
+    device: str | torch.device | None = None, backward: bool = False, again: bool = False, store: Store | None = None,
     progress: Callable[[int, int, Tuned], None] | None = None,
 ) -> list[Tuned]:  # fmt: skip
     """Measure the candidates of problems and remember the results in the user's database.
 
     ``what`` is a problem, a list of them, or a model, whose ``example`` inputs follow: the convolutions that it calls
     are recorded, those of torch and of openconv alike, and with ``backward`` those of the gradients of its sum too.
+    They are measured on ``device``; if that is not given, where the model and its inputs are, else on the CPU.
     ``budget`` bounds the whole: seconds, or a text such as ``"90s"``, ``"5m"``. What is left is shared out evenly among
     the problems to come. Problems that the user's database, or ``store``, has already are passed over unless ``again``
     is said, so that a second call goes on where the first one ended. ``progress`` is told of each problem: how many are
     done, of how many, and what came of it.
 
-    Returns one :class:`Tuned` for each problem. On Ctrl-C what was measured stays in the database.
+    Returns one :class:`Tuned` for each problem. On Ctrl-C what was measured stays in the database. OSError, before
+    anything is measured, where that cannot be written.
     """
-    place = torch.device(device)
+    place = torch.device(device or _place_of(what, example))
     if isinstance(what, torch.nn.Module):
         problems = convolutions_of(what, *example, backward=backward)
     elif example:
@@ -76,11 +88,13 @@ def tune(
     end, machine = time.perf_counter() + parse_seconds(budget), device_of(place)
     policy = replace(current_policy(), tuning="measure")
     done: list[Tuned] = []
+    store = store or user_store()
+    writable = cache(partial(store.update, Database()))
     cores = list(dict.fromkeys(lower(p, machine) for p in problems))
     try:
         for at, core in enumerate(cores):
             share = (end - time.perf_counter()) / (len(cores) - at)
-            done.append(_tune(core, machine, place, policy, share, again, store or user_store()))
+            done.append(_tune(core, machine, place, policy, share, again, store, writable))
             if progress:
                 progress(at + 1, len(cores), done[-1])
     finally:
@@ -88,9 +102,18 @@ def tune(
     return done
 
 
+def _place_of(what: Any, example: Sequence[Any]) -> str | torch.device:
+    """The device of the first tensor of a model's inputs, else of its parameters; the CPU for all else."""
+    tensors = [each for each in torch.utils._pytree.tree_leaves(example) if isinstance(each, Tensor)]
+    if isinstance(what, torch.nn.Module):
+        tensors += list(what.parameters())
+    return tensors[0].device if tensors else "cpu"
+
+
 def _tune(
-    core: Problem, device: Device, place: torch.device, policy: Policy, seconds: float, again: bool, store: Store
-) -> Tuned:
+    core: Problem, device: Device, place: torch.device, policy: Policy, seconds: float, again: bool, store: Store,
+    writable: Callable[[], None],
+) -> Tuned:  # fmt: skip
     known = store.load().devices.get(device.key, {}).get(str(core))
     if known is not None and not again and known.is_current(version_of):
         return Tuned(core, "known", known)
@@ -103,6 +126,7 @@ def _tune(
         return Tuned(core, "no choice")
     if seconds <= 0:
         return Tuned(core, "no time")
+    writable()
     entry = measure_and_keep(core, device, place, candidates, seconds, store)
     return Tuned(core, "measured" if entry else "no memory", entry, f"{heuristic.engine.name} {heuristic.knobs}")
 

@@ -21,9 +21,11 @@ import functools
 import inspect
 import math
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
@@ -52,6 +54,7 @@ _PROPERTIES = frozenset({
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_leaf", "names", "itemsize", "nbytes",
     "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "grad_fn",
 })  # fmt: skip
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _VALUES = frozenset({
     "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__",
     "__contains__",
@@ -199,8 +202,25 @@ for _name, _function in {
     setattr(Traced, f"__{_name}__", _operator(_function))
 
 
+def _shown(func: Any, name: str) -> str:
+    """A function as a user knows it: of torch's own classes for functions nothing but the module."""
+    return str(getattr(func, "__qualname__", name)).replace("_VariableFunctionsClass.", "torch.")
+
+
 def _missing(name: str) -> NotImplementedError:
     return NotImplementedError(f"openconv.jit cannot trace {name}; there are {', '.join(sorted(FUNCTIONS))}")
+
+
+def _autograd_function() -> str:
+    """The torch.autograd.Function whose forward is being traced, if one is. Nothing else tells: what it is given are no
+    tensors to torch, so that autograd calls its forward as it is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not Jitted._trace.__code__:
+        if frame.f_code is _APPLY:
+            name: str = frame.f_locals["cls"].__name__
+            return name
+        frame = frame.f_back
+    return ""
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -365,10 +385,15 @@ class Trace:
             _, get = self.places.get(id(target), (None, lambda: target))
             self.effects.append((target, _Effect(get, func, args[1:], kwargs)))
             return target
-        return self.named(inner, args, kwargs, getattr(func, "__qualname__", name))
+        return self.named(inner, args, kwargs, _shown(func, name))
 
     def named(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, shown: str = "") -> Any:
         """A function by its name in :data:`FUNCTIONS`; one that ends in an underscore writes to its first argument."""
+        if not self._busy and (own := _autograd_function()):
+            raise NotImplementedError(
+                f"{own}, a torch.autograd.Function, is called while a function is traced: a graph has gradients of its "
+                "own and would not use its backward; wanted plain torch calls, or the call outside of what is traced"
+            )
         inplace = name.endswith("_")
         function = FUNCTIONS.get(name[:-1] if inplace else name)
         if function is None:

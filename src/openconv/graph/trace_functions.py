@@ -105,6 +105,28 @@ def _hardsigmoid(trace: Trace, input: Any, inplace: bool = False) -> Traced:
     return trace.result(g.clamp(g.add(g.mul(trace.tensor(input), 1 / 6), 0.5), 0, 1), input, inplace)
 
 
+def _mish(trace: Trace, input: Any, inplace: bool = False) -> Traced:
+    x = trace.tensor(input)
+    return trace.result(trace.graph.mul(x, trace.graph.tanh(trace.graph.softplus(x, 1.0))), input, inplace)
+
+
+def _celu(trace: Trace, input: Any, alpha: float = 1.0, inplace: bool = False) -> Traced:
+    g, x = trace.graph, trace.tensor(input)
+    return trace.result(g.mul(g.elu(g.mul(x, 1 / alpha), 1.0), alpha), input, inplace)
+
+
+def _selu(trace: Trace, input: Any, inplace: bool = False) -> Traced:
+    alpha, scale = 1.6732632423543772, 1.0507009873554805  # those that torch's documentation gives
+    return trace.result(trace.graph.mul(trace.graph.elu(trace.tensor(input), alpha), scale), input, inplace)
+
+
+def _prelu(trace: Trace, input: Any, weight: Any) -> Traced:
+    g, x, slope = trace.graph, trace.tensor(input), trace.tensor(weight)
+    if x.dim() > 2 and slope.size > 1:
+        slope = g.reshape(slope, (1, -1, *(1,) * (x.dim() - 2)))
+    return trace.result(g.select(g.cmp_gt(x, 0.0), x, g.mul(x, slope)), input)
+
+
 def _square(trace: Trace, input: Any) -> Traced:
     x = trace.tensor(input)
     return trace.result(trace.graph.mul(x, x))
@@ -710,7 +732,7 @@ FUNCTIONS: dict[str, _Function] = {
         "hardswish": "hardswish", "logical_not": "logical_not",
     }.items() for name in names.split()},
     "leaky_relu": _leaky_relu, "elu": _elu, "gelu": _gelu, "softplus": _softplus, "hardtanh": _hardtanh,
-    "relu6": _relu6,
+    "relu6": _relu6, "mish": _mish, "celu": _celu, "selu": _selu, "prelu": _prelu,
     "hardsigmoid": _hardsigmoid, "square": _square, "dropout": _dropout, "dropout1d": _dropout, "dropout2d": _dropout,
     "dropout3d": _dropout, "detach": _detach, "clone": _same, "positive": _same,
     "add": _binary("add"), "sub": _binary("sub"), "subtract": _binary("sub"), "rsub": _binary("sub", swapped=True),

@@ -24,7 +24,8 @@ class Policy:
     """Limits on the choice.
 
     ``engine``: a name, or several separated by commas of which the first that accepts is taken; None chooses by cost.
-    ``precision``: how f32 products are formed (``ieee``, ``tf32``, ``tf32x3``); None follows PyTorch's own setting.
+    ``precision``: how f32 products are formed (``ieee``, ``tf32``, ``tf32x3``); None is ``ieee``, also where
+    ``torch.backends`` allows cuDNN tf32.
     ``accuracy``: ``strict`` leaves out engines whose results are not plain sums of products (Winograd, FFT).
     ``max_workspace``: bytes of scratch memory one call may use; None for no limit.
     ``batch_invariant``: the bits of one image's result must not depend on the batch it is in.
