@@ -17,9 +17,9 @@ import pytest
 from openconv.cuda.device import device_for
 from openconv.engine import engine_named, engines
 from openconv.problem import DIRECTIONS, DTYPE_BYTES, Problem
-from openconv.trace import TRACERS, Trace, totals, trace_engine
-from openconv.trace.model import Move, element, elements, products, spread
-from openconv.trace.tracers import reasons_against, search_space
+from openconv.trace.model import Move, Trace, element, elements, products, spread, totals
+
+from openconv.trace.tracers import TRACERS, reasons_against, search_space, trace_engine
 
 DEVICE = device_for("sm_90a")
 _NONE = np.zeros(0, np.int64)

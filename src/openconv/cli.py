@@ -23,6 +23,7 @@ from .bench.graphs_command import bench_graphs
 from .bench.models_command import bench_models
 from .bench.report.command import report
 from .compile_command import compile_kernels
+from .trace.command import trace
 from .tune_command import database, tune
 
 __all__ = ["app"]
@@ -233,7 +234,7 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _command in (bench, report, tune):
+for _command in (bench, report, trace, tune):
     app.command()(_reporting(_command))
 for _entry in database.registered_commands:
     _entry.callback = _reporting(_entry.callback) if _entry.callback else None
