@@ -139,7 +139,7 @@ def trace(problem: Problem, device: CudaDevice, knobs: Halo) -> Trace:
     stay = "all of its filters stay" if work.resident else f"{knobs.stages} stages of filters"
     notes = [
         f"A slot has {work.box_lines} lines of {work.pitch} pixels, 128 bytes of channels each; there are {knobs.tiles} slots, "
-        f"and {stay}: {work.shared} bytes of shared memory.",
+        f"and {stay}: {work.shared:,} bytes of shared memory.",
         f"A product has {work.columns} columns: {knobs.lines} x {work.pitch} pixels, of which those behind a line's end "
         "are never stored.",
     ]  # fmt: skip

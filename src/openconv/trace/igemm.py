@@ -35,7 +35,7 @@ def trace(problem: Problem, device: CudaDevice, knobs: Tile) -> Trace:
         blocks += _sums(problem, knobs, work, launches)
     notes = [
         f"A stage holds {knobs.rows} x {knobs.depth} of {windows} and {knobs.depth} x {knobs.columns} of {filters}; "
-        f"{knobs.stages} stages and what a block keeps besides take {work.shared} bytes of shared memory.",
+        f"{knobs.stages} stages and what a block keeps besides take {work.shared:,} bytes of shared memory.",
         "Products are those of CUDA cores." if work.lanes else "Products are those of tensor cores, 16 x 8 results at a time.",
     ]
     if any(turns):

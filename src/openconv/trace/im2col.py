@@ -55,7 +55,7 @@ class _Tracer:
                 self.forward(n, images, first, count, last_panel)
         columns, panels = form.regions[0].bytes, len(form.panels)
         notes = (
-            f"Columns take {columns} bytes of workspace, in {panels} panel{'s' * (panels != 1)}. How cuBLAS cuts its products "
+            f"Columns take {columns:,} bytes of workspace, in {panels} panel{'s' * (panels != 1)}. How cuBLAS cuts its products "
             "into tiles is its own: what is counted of it is each matrix once, the least that it can load.",
         )
         sizes = {"columns": form.column_size, "sums": 4 if form.wide else form.size, "dy, gathered": form.size}

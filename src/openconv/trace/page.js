@@ -34,8 +34,11 @@
   const number = (value) => value.toLocaleString("en-US");
   const ratio = (value) => (value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2));
   const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : word.endsWith("s") ? "es" : "s"}`;
-  const shown = (tensor) => (tensor === RESULT[state.pass] || (tensor === "y" && state.pass !== "fprop") ? (tensor === "y" && state.pass === "fprop" ? "y" : `d${tensor}`) : tensor);
-  const nameOf = (tensor) => ("xwy".includes(tensor) ? (state.pass === "fprop" ? tensor : shown(tensor)) : tensor);
+  /** A tensor as a pass calls it: a gradient computes dx or dw, and reads dy. */
+  function nameOf(tensor) {
+    const gradient = state.pass !== "fprop" && (tensor === "y" || tensor === RESULT[state.pass]);
+    return gradient ? `d${tensor}` : tensor;
+  }
   const tuple = (values) => (values.length === 1 ? String(values[0]) : `(${values.join(", ")})`);
 
   // -- state -----------------------------------------------------------------------------------------------------------
@@ -208,7 +211,7 @@
     const group = Math.floor(state.c / cg) === Math.floor(state.k / kg);
     const at = tensor === "x" ? state.n * p.c + state.c : tensor === "y" ? state.n * p.k + state.k : group ? state.k * cg + (state.c % cg) : -1;
     let rim = [[0, 0], [0, 0]];
-    if (tensor === "x") rim = p.spatial.map((_, i) => [p.low[i], p.high[i]]);
+    if (tensor === "x" && p.direction !== "dgrad") rim = p.spatial.map((_, i) => [p.low[i], p.high[i]]);
     if (tensor === "y" && p.direction === "dgrad")
       rim = p.out.map((_, i) => [Math.max(0, p.dilation[i] * (p.filter[i] - 1) - p.low[i]), Math.max(0, p.dilation[i] * (p.filter[i] - 1) - p.high[i])]);
     if (rim.length === 1) rim = [[0, 0], rim[0]];
@@ -217,6 +220,14 @@
 
   const boxes = (cells, grow = 0) =>
     cells.map(([row, column]) => `M${column - grow} ${row - grow}h${1 + 2 * grow}v${1 + 2 * grow}h${-1 - 2 * grow}z`).join("");
+
+  /** The border of a region of cells. */
+  function border(cells) {
+    const inside = new Set(cells.map(([row, column]) => `${row} ${column}`)), has = (row, column) => inside.has(`${row} ${column}`);
+    return cells.map(([row, column]) =>
+      (has(row - 1, column) ? "" : `M${column} ${row}h1`) + (has(row + 1, column) ? "" : `M${column} ${row + 1}h1`) +
+      (has(row, column - 1) ? "" : `M${column} ${row}v1`) + (has(row, column + 1) ? "" : `M${column + 1} ${row}v1`)).join("");
+  }
 
   function titleOf(tensor) {
     const p = trace.problem, words = { x: `image ${state.n}, channel ${state.c}`, y: `image ${state.n}, channel ${state.k}`,
@@ -230,6 +241,7 @@
     for (const load of shownFrame.loads) if (loadsNow[load.tensor]) for (const one of load.elements) loadsNow[load.tensor].add(one);
     for (const { load } of player.slots.values()) if (held[load.tensor]) for (const one of load.elements) held[load.tensor].add(one);
     const used = Object.fromEntries(["x", "w", "y"].map((tensor) => [tensor, new Set(shownFrame.products[tensor])]));
+    const making = trace.makes(shownFrame.block);
     for (const view of views) {
       const tensor = tensorOf(view), at = slice(tensor), { svg, base, title } = view;
       const isResult = tensor === result, [down, across] = at.rim;
@@ -257,9 +269,9 @@
           }
           const one = at.first + row * at.columns + column;
           if (isResult) {
-            const block = hands.block[one], phase = player.stored[one] ? "done" : player.sums[one] ? "sum" : "wait";
+            const block = hands.sums[one] >= 0 ? hands.sums[one] : hands.stores[one], phase = player.stored[one] ? "done" : player.sums[one] ? "sum" : "wait";
             put(block < 0 ? "none" : `${phase} ${block % 8}`, row, column);
-            if (block >= 0 && block === shownFrame.block.at) put("current", row, column);
+            if (making.has(one)) put("current", row, column);
           } else {
             put(loadsNow[tensor].has(one) ? "new" : held[tensor].has(one) ? "shared" : player.times[tensor][one] ? "old" : "none", row, column);
             if (used[tensor].has(one)) put("dots", row, column);
@@ -272,7 +284,7 @@
         if (colour !== undefined) path.style.fill = `var(--b${colour})`;
         base.append(path);
       }
-      if (kinds.has("current")) base.append(draw("path", { class: "current", d: boxes(kinds.get("current"), -0.1) }));
+      if (kinds.has("current")) base.append(draw("path", { class: "current", d: border(kinds.get("current")) }));
       if (kinds.has("dots")) {
         const dots = kinds.get("dots").map(([row, column]) => `M${column + 0.38} ${row + 0.5}a.12 .12 0 1 0 .24 0a.12 .12 0 1 0 -.24 0`).join("");
         base.append(draw("path", { class: "dots", d: dots }));
@@ -281,7 +293,7 @@
         for (let row = 0; row < at.rows; ++row)
           for (let column = 0; column < at.columns; ++column) {
             const times = player.times[tensor][at.first + row * at.columns + column];
-            if (times > 1) base.append(draw("text", { class: "times", x: column + 0.5, y: row + 0.36 }, times > 999 ? "999+" : times));
+            if (times > 1) base.append(draw("text", { class: "times", x: column + 0.94, y: row + 0.94 }, times > 999 ? "999+" : times));
           }
       if (!isResult) outlines(base, tensor, at);
     }
@@ -300,14 +312,23 @@
     }
   }
 
+  /** Whether the block of this step has a result, and knows by which of its threads or warps. */
+  const worksOn = (one) => (hands.sums[one] >= 0 ? hands.sums[one] : hands.stores[one]) === shownFrame.block.at;
+
+  /** The thread or warp that is followed: that of the result pointed at, else the first that multiplies. */
+  function followed() {
+    const chosen = state.hover === null ? state.pinned : state.hover, places = shownFrame.products.places;
+    if (chosen !== null && worksOn(chosen) && hands.unit[chosen] >= 0) return hands.unit[chosen];
+    return places.length ? places.reduce((a, b) => Math.min(a, b), Infinity) : 0;
+  }
+
   /** What the pointer or the keyboard is at, and the thread that is followed. */
   function drawOver() {
     const chosen = state.hover === null ? state.pinned : state.hover, result = RESULT[trace.problem.direction];
     const products = chosen === null ? [] : rule.definition(trace.problem, chosen);
     const lit = { x: new Set(), w: new Set(), y: new Set() };
     products.forEach(([x, w, y]) => [lit.x.add(x), lit.w.add(w), lit.y.add(y)]);
-    const own = chosen !== null && hands.block[chosen] === shownFrame.block.at ? hands.unit[chosen] : -1;
-    const places = shownFrame.products.places, unit = own >= 0 ? own : places.length ? places.reduce((a, b) => Math.min(a, b), Infinity) : 0;
+    const unit = followed(), places = shownFrame.products.places;
     const owner = trace.launches[shownFrame.block.launch].owner;
     const mine = { x: new Set(), w: new Set(), y: new Set() };
     if (owner) places.forEach((place, i) => place === unit && ["x", "w", "y"].forEach((tensor) => mine[tensor].add(shownFrame.products[tensor][i])));
@@ -320,18 +341,17 @@
         const one = at.first + i, cell = [Math.floor(i / at.columns), i % at.columns];
         if (isResult) {
           if (one === chosen) cells.hot.push(cell);
-          if (owner && hands.block[one] === shownFrame.block.at && hands.unit[one] === unit) cells.mine.push(cell);
+          if (owner && hands.unit[one] === unit && worksOn(one)) cells.mine.push(cell);
         } else {
           if (lit[tensor].has(one)) cells.win.push(cell);
           if (mine[tensor].has(one)) cells.mine.push(cell);
         }
       }
       for (const [kind, grow] of [["mine", -0.22], ["win", -0.04], ["hot", -0.04]])
-        if (cells[kind].length) over.append(draw("path", { class: kind, d: boxes(cells[kind], grow) }));
+        if (cells[kind].length) over.append(draw("path", { class: kind, d: kind === "win" ? border(cells[kind]) : boxes(cells[kind], grow) }));
     }
     tellHovered(chosen, products);
     drawSlots(lit);
-    return unit;
   }
 
   function digits(tensor, at) {
@@ -364,11 +384,13 @@
     const letters = ["x", "w", "y"];
     const terms = products.slice(0, 3).map((product) => `${place(letters[one], product[one])}·${place(letters[other], product[other])}`);
     const parts = [make("b", {}, place(result, chosen)), ` is the sum of ${plural(products.length, "product")}: `, make("code", {}, terms.join(" + ") + (products.length > 3 ? " + …" : "")), ". "];
-    const block = trace.blocks[hands.block[chosen]];
-    if (block) {
-      const launch = trace.launches[block.launch], thread = threadText(launch, hands.unit[chosen]);
-      parts.push(`It is made by ${block.index.length ? `block ${tuple(block.index)}` : block.part} of ${launch.name}`, thread ? `, ${thread}. ` : ". ");
-    }
+    const by = (at, verb, unit) => {
+      if (at < 0) return;
+      const block = trace.blocks[at], launch = trace.launches[block.launch], thread = threadText(launch, unit);
+      parts.push(`It is ${verb} by ${block.index.length ? `block ${tuple(block.index)}` : block.part} of ${launch.name}${thread ? `, ${thread}` : ""}. `);
+    };
+    by(hands.sums[chosen], "summed", hands.unit[chosen]);
+    by(hands.stores[chosen], hands.sums[chosen] >= 0 ? "stored" : "made", hands.sums[chosen] >= 0 ? -1 : hands.unit[chosen]);
     if (player.stored[chosen]) parts.push("It has been stored.");
     else if (!trace.transforms) parts.push(`${plural(player.sums[chosen], "product")} of it ${player.sums[chosen] === 1 ? "has" : "have"} been added so far.`);
     box.replaceChildren(...parts);
@@ -435,9 +457,7 @@
   function owned() {
     const launch = trace.launches[shownFrame.block.launch];
     if (!launch.owner || !shownFrame.products.places.length) return "";
-    const chosen = state.hover === null ? state.pinned : state.hover;
-    const own = chosen !== null && hands.block[chosen] === shownFrame.block.at ? hands.unit[chosen] : -1;
-    const unit = own >= 0 ? own : shownFrame.products.places.reduce((a, b) => Math.min(a, b), Infinity);
+    const unit = followed();
     const count = shownFrame.products.places.filter((value) => value === unit).length;
     return `Small squares: ${threadText(launch, unit)}, which adds ${plural(count, "product")} in this step.`;
   }
@@ -471,7 +491,7 @@
     $("caption").replaceChildren(
       make("b", {}, trace.engine), " on ", make("code", {}, entry.facts.text), `, for ${data.device}, `, make("code", {}, trace.knobs === "-" ? "no knobs" : trace.knobs),
       ": kernel ", make("code", {}, launch.source), `, grid ${launch.grid.join(" × ") || "of the library"}, ${launch.threads.join(" × ") || "?"} threads a block`,
-      launch.shared ? `, ${number(launch.shared)} bytes of shared memory.` : ", no shared memory.");
+      launch.shared ? `, ${number(launch.shared)} bytes of shared memory` : ", no shared memory", trace.launches.length > 1 ? `; ${trace.launches.length} launches in all.` : ".");
     const head = make("tr", {}, ...["kernel", "grid", "threads", "shared bytes"].map((word, i) => make("th", { class: i ? "n" : "" }, word)));
     $("launches").replaceChildren(head, ...trace.launches.map((one, at) => make("tr", { "data-launch": at },
       make("td", {}, make("code", {}, one.name), make("small", {}, one.does), make("small", {}, one.source)),
@@ -520,11 +540,21 @@
       const s = slice(tensor);
       return s.there && Math.floor(element / each[tensor]) === s.first / s.each;
     };
-    const { x, w, y } = shownFrame.products;
+    const { x, w, y } = shownFrame.products, result = RESULT[p.direction];
+    if (state.pinned !== null) { // stays in sight, with the inputs that it meets in this step
+      set(result, state.pinned);
+      const sums = shownFrame.products[result], meets = sums.map((one, i) => (one === state.pinned ? i : -1)).filter((i) => i >= 0);
+      if (meets.length && !meets.some((i) => shows("x", x[i]) && shows("y", y[i]))) {
+        set("x", x[meets[0]]);
+        set("y", y[meets[0]]);
+      }
+      if (!slice("w").there) set(result === "x" ? "y" : "x", rule.definition(p, state.pinned)[0]?.[result === "x" ? 2 : 0] ?? 0);
+      return;
+    }
     if (x.length) {
       for (let i = 0; i < x.length; ++i) if (shows("x", x[i]) && shows("y", y[i])) return;
       let at = 0; // keep the result's slice if some product is of it
-      for (let i = 0; i < x.length; ++i) if (shows(RESULT[p.direction], shownFrame.products[RESULT[p.direction]][i])) { at = i; break; }
+      for (let i = 0; i < x.length; ++i) if (shows(result, shownFrame.products[result][i])) { at = i; break; }
       set("x", x[at]);
       set("y", y[at]);
       return;
@@ -603,7 +633,7 @@
     hands = trace.owners();
     player = new Player(trace);
     trace.exact = exact(entry.facts);
-    if (state.pinned !== null && state.pinned >= hands.block.length) state.pinned = null;
+    if (state.pinned !== null && state.pinned >= hands.stores.length) state.pinned = null;
     state.hover = null;
     tellTrace();
     showFrame();
@@ -648,7 +678,7 @@
   function buildControls() {
     const sizes = $("sizes");
     if (data.catalogue.length) {
-      const select = make("select", { id: "problem" }, make("option", { value: "given" }, "as given"), make("option", { value: "chosen" }, "sizes below"));
+      const select = make("select", { id: "problem" }, make("option", { value: "given" }, "as given"), make("option", { value: "chosen" }, "by size"));
       sizes.append(make("label", {}, "Problem", select));
       select.addEventListener("change", () => change({ given: select.value === "given" }));
       for (const [key, label, values] of CHOICES) {

@@ -156,30 +156,53 @@ function makeRule(data) {
     const ownerOf = (owner, places) =>
       owner.terms.reduce((all, [walk, divide, times]) => all + Math.floor((places[walk] || 0) / divide) * times, 0);
 
-    /** Which block stores each result, and which of its threads or warps has it; -1 where that is not told. */
+    const result = { fprop: "y", dgrad: "x", wgrad: "w" }[problem.direction];
+
+    /** The results that walks stand for; `visit` gets each with the places in the walks. */
+    function results(walks, visit) {
+      const find = element(result, namesOf(walks));
+      combine(walks, (values, places) => {
+        const at = find(values);
+        if (at >= 0) visit(at, places);
+      });
+    }
+
+    /** Which block stores each result and which one sums it, if that is another, and which of its threads or warps has
+     *  it; -1 where there is none, or where that is not told. */
     function owners() {
-      const result = { fprop: "y", dgrad: "x", wgrad: "w" }[problem.direction];
       const count = { y: problem.n * problem.k * product(problem.out), x: problem.n * problem.c * product(problem.spatial),
                       w: (problem.k * problem.c / problem.groups) * product(problem.filter) }[result];
-      const block = new Int32Array(count).fill(-1), unit = new Int32Array(count).fill(-1);
+      const found = { stores: new Int32Array(count).fill(-1), sums: new Int32Array(count).fill(-1), unit: new Int32Array(count).fill(-1) };
       for (const one of blocks)
         for (const id of one.steps)
           for (const move of pools.steps[id][3]) {
-            const [tensorText, , , , of, walkIds] = pools.moves[move];
-            const direct = text(tensorText) === result, owner = launches[one.launch].owner;
-            const partial = !direct && one.makes.startsWith("partial") && !of.some((at) => at >= one.outputs.length);
-            if (!direct && !partial) continue;
-            const walks = [...of.map((at) => one.outputs[at]), ...walkIds], find = element(result, namesOf(walks));
-            combine(walks, (values, places) => {
-              const at = find(values);
-              if (at < 0) return;
+            const [tensorText, , , , of, walkIds] = pools.moves[move], tensor = text(tensorText);
+            const owner = launches[one.launch].owner, partial = tensor === "partial sums";
+            if (tensor !== result && !partial) continue;
+            const whole = owner && owner.terms.every(([walk]) => walk < one.outputs.length);
+            results([...of.map((at) => one.outputs[at]), ...walkIds], (at, places) => {
+              if (partial ? found.sums[at] >= 0 : (found.stores[at] = one.at) && found.sums[at] >= 0) return;
+              if (partial) found.sums[at] = one.at;
               const all = [];
               of.forEach((output, i) => (all[output] = places[i]));
-              block[at] = one.at;
-              if (owner && owner.terms.every(([walk]) => walk < one.outputs.length)) unit[at] = ownerOf(owner, all);
+              found.unit[at] = whole ? ownerOf(owner, all) : -1;
             });
           }
-      return { block, unit };
+      return found;
+    }
+
+    /** The results that a block works on: those that it stores, or adds products to. */
+    function makes(block) {
+      if (block.made) return block.made;
+      block.made = new Set();
+      for (const id of block.steps) {
+        const [, , terms, stores] = pools.steps[id];
+        for (const move of stores)
+          if (text(pools.moves[move][0]) === result)
+            results([...pools.moves[move][4].map((at) => block.outputs[at]), ...pools.moves[move][5]], (at) => block.made.add(at));
+        if (terms !== -1 && block.makes === "partial sums") results(block.outputs, (at) => block.made.add(at));
+      }
+      return block.made;
     }
 
     /** A slot as a matrix: its last long walk across, the others down; what is nothing at the ends is left out. */
@@ -205,7 +228,7 @@ function makeRule(data) {
 
     const transforms = raw.transforms === undefined ? null : JSON.parse(text(raw.transforms));
     return {
-      number, blocks, frames, launches, frame, owners, matrix, size, transforms, problem, engine: text(raw.engine),
+      number, blocks, frames, launches, frame, owners, makes, matrix, size, transforms, problem, engine: text(raw.engine),
       knobs: text(raw.knobs), notes: raw.notes.map(text),
     };
   }

@@ -24,7 +24,7 @@ def trace(problem: Problem, device: CudaDevice, knobs: Tile) -> Trace:
     out = problem.spatial if problem.direction == "dgrad" else problem.out
     if out[0] <= tall and out[1] <= _ACROSS:
         note = f"A tile is {tall} x {_ACROSS} outputs, so that one covers the whole image here; the rest of it is idle."
-    fact = f"A tile of {tall} x {_ACROSS} outputs reads {height} x {width} inputs; a block has {size} bytes of shared memory."
+    fact = f"A tile of {tall} x {_ACROSS} outputs reads {height} x {width} inputs; a block has {size:,} bytes of shared memory."
     return Trace(problem, "cuda.tiled", str(knobs), *made, notes=tuple(filter(None, (fact, note))))
 
 
