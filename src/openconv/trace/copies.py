@@ -31,7 +31,9 @@ def copied(problem: Problem, turns: Sequence[Turn | None], first: int) -> tuple[
         moves = Move(tensor, (), (0,)), Move(here, (), (0,))
         text = f"Blocks copy {turn.name} so that its channels lie {'first again' if back else 'last, side by side'}."
         step = Step(text, (moves[1 if back else 0],), None, (moves[0 if back else 1],))
-        blocks.append(Block(first + len(launches), (), (whole(walks),), (step,), tensor if back else here, "all of its blocks"))
+        blocks.append(
+            Block(first + len(launches), (), (whole(walks),), (step,), tensor if back else here, "all of its blocks")
+        )
         file = "src/openconv/cuda/kernels/channels_last.cu"
         launches.append(Launch("channels_last", file, f"copies {turn.name}", turn.grid, (256,)))
     return launches, blocks

@@ -90,7 +90,7 @@ class _Tracer:
         filters = [self.filters(*which, number % work.stages) for number, which in enumerate(kept)]
         asked, brought = min(knobs.tiles, len(inputs)), min(work.stages, len(filters))
         ready: list[Move] = []
-        text = f"One thread asks for boxes of lines, as many as there are slots ({asked}), and another for filters of {brought} taps."
+        text = f"One thread asks for boxes of lines, for all of {asked} slots; another for filters of {brought} taps."
         start: list[Step] = [Step(text, (*inputs[:asked], *filters[:brought]))]
         found, number, step = [], 0, 0
         for at in tiles:
@@ -100,7 +100,7 @@ class _Tracer:
                     for last, (r, s, line, pixel) in enumerate(plane.taps):
                         where = f"tap ({r}, {s})" if self.problem.rank == 2 else f"tap {s}"
                         moved = line * work.pitch + pixel
-                        text = f"Groups multiply {where}: the lines of slot {number % knobs.tiles}, {moved} rows of 128 bytes further on."
+                        text = f"Groups multiply {where}: slot {number % knobs.tiles}, {moved} rows further on."
                         if ready:
                             text += " What the step before has read is free: the next boxes are asked for."
                         steps.append(Step(text, tuple(ready), (*self.taps((r, s)), self.depth(chunk))))
@@ -110,9 +110,11 @@ class _Tracer:
                         if last == len(plane.taps) - 1 and number + knobs.tiles < len(inputs):
                             ready.append(inputs[number + knobs.tiles])
                     number += 1
-            steps.append(Step("The results leave as boxes, out of shared memory.", (), None, (Move(result, (), tuple(range(len(self.outputs(at))))),)))
+            outputs = self.outputs(at)
+            stores = (Move(result, (), tuple(range(len(outputs)))),)
+            steps.append(Step("The results leave as boxes, out of shared memory.", (), None, stores))
             part = f"tile {at + 1} of {work.tiles}" if work.tiles > 1 else ""
-            found.append(Block(launch, (index,), self.outputs(at), tuple(steps), result, part))
+            found.append(Block(launch, (index,), outputs, tuple(steps), result, part))
         return found
 
 
@@ -138,11 +140,10 @@ def trace(problem: Problem, device: CudaDevice, knobs: Halo) -> Trace:
         launches, blocks = launches + more[0], blocks + more[1]
     stay = "all of its filters stay" if work.resident else f"{knobs.stages} stages of filters"
     notes = [
-        f"A slot has {work.box_lines} lines of {work.pitch} pixels, 128 bytes of channels each; there are {knobs.tiles} slots, "
-        f"and {stay}: {work.shared:,} bytes of shared memory.",
-        f"A product has {work.columns} columns: {knobs.lines} x {work.pitch} pixels, of which those behind a line's end "
-        "are never stored.",
-    ]  # fmt: skip
+        f"A slot has {work.box_lines} lines of {work.pitch} pixels, 128 bytes of channels each.",
+        f"There are {knobs.tiles} slots, and {stay}: {work.shared:,} bytes of shared memory.",
+        f"A product has {work.columns} columns for {knobs.lines} x {work.pitch} pixels; some are behind a line.",
+    ]
     if work.depth_channels < work.depth:
         notes.append(f"128 bytes are {work.depth} channels; the problem has {work.depth_channels}, the rest is zeros.")
     if work.out_channels < knobs.channels:

@@ -34,9 +34,9 @@ def trace(problem: Problem, device: CudaDevice, knobs: Tile) -> Trace:
     if knobs.splits > 1:
         blocks += _sums(problem, knobs, work, launches)
     notes = [
-        f"A stage holds {knobs.rows} x {knobs.depth} of {windows} and {knobs.depth} x {knobs.columns} of {filters}; "
+        f"A stage holds {knobs.rows} x {knobs.depth} of {windows} and {knobs.depth} x {knobs.columns} of {filters}.",
         f"{knobs.stages} stages and what a block keeps besides take {work.shared:,} bytes of shared memory.",
-        "Products are those of CUDA cores." if work.lanes else "Products are those of tensor cores, 16 x 8 results at a time.",
+        f"Products are those of {'CUDA cores' if work.lanes else 'tensor cores, 16 x 8 results at a time'}.",
     ]
     if any(turns):
         notes.append("Loads of a tensor that was copied are drawn where it lies in the original.")
@@ -63,7 +63,9 @@ class _Ring:
     def steps(self, depths: list[Walk], result: str) -> tuple[Step, ...]:
         ahead, found = self.knobs.stages - 1, []
         for at in range(min(ahead, len(depths))):
-            found.append(Step(f"The threads ask for the pieces of step {at}, which go to stage {at}.", self.loads(at, depths)))
+            found.append(
+                Step(f"The threads ask for the pieces of step {at}, which go to stage {at}.", self.loads(at, depths))
+            )
         for at, depth in enumerate(depths):
             more = self.loads(at + ahead, depths)
             text = f"The warps multiply what has come to stage {at % self.knobs.stages}"
@@ -71,7 +73,9 @@ class _Ring:
                 text += f", and ask for step {at + ahead} into stage {(at + ahead) % self.knobs.stages}"
             found.append(Step(f"{text}.", more, (depth,)))
         stores = (Move(result, (), (0, 1, 2)),)
-        found.append(Step("The sums leave through shared memory, so that neighbours are stored side by side.", (), None, stores))
+        found.append(
+            Step("The sums leave through shared memory, so that neighbours are stored side by side.", (), None, stores)
+        )
         return tuple(found)
 
 
@@ -133,9 +137,10 @@ def _wgrad(problem: Problem, knobs: Tile, work: igemm._Work, launch: int) -> lis
             for x in range(work.grid[0]):
                 m, n = _place(x, knobs, *tiles)
                 outputs = (
-                    one("g", group), span("k", m * knobs.rows, (m + 1) * knobs.rows, k),
+                    one("g", group),
+                    span("k", m * knobs.rows, (m + 1) * knobs.rows, k),
                     Walk(columns, n * knobs.columns, (n + 1) * knobs.columns),
-                )  # fmt: skip
+                )
                 found.append(Block(launch, (x, group, split), outputs, steps, result))
     return found
 
@@ -150,11 +155,10 @@ def _sums(problem: Problem, knobs: Tile, work: igemm._Work, launches: list[Launc
     """The launch of igemm_sum.cu."""
     per, total = work.sum_together * 256 // work.sum_rows, prod(problem.result_shape)
     order, result = result_axes(problem, work.last or problem.direction == "wgrad"), "xwy"[problem.result]
-    step = Step("Each thread adds up the sums of all splits for its results, in their order.",
-                (Move("partial sums", (span("split", 0, knobs.splits),), (0,)),), None, (Move(result, (), (0,)),))  # fmt: skip
+    loads = (Move("partial sums", (span("split", 0, knobs.splits),), (0,)),)
+    text = "Each thread adds up the sums of all splits for its results, in their order."
+    step = Step(text, loads, None, (Move(result, (), (0,)),))
     grid = (ceil(total / per),)
     launches.append(Launch("igemm_sum", f"{_KERNELS}igemm_sum.cu", "adds up the splits", grid, (256,)))
     at = len(launches) - 1
     return [Block(at, (x,), (Walk(order, x * per, (x + 1) * per),), (step,), result) for x in range(grid[0])]
-
-

@@ -7,7 +7,7 @@ from math import ceil, prod
 from ..cuda import im2col_gemm, pointwise
 from ..cuda.device import CudaDevice
 from ..cuda.im2col_gemm import Panel, _Form
-from ..problem import DTYPE_BYTES, Problem
+from ..problem import Problem
 from .model import (
     Axis,
     Block,
@@ -19,8 +19,6 @@ from .model import (
     Walk,
     axis_list,
     names,
-    one,
-    result_axes,
     span,
     whole,
 )
@@ -55,11 +53,13 @@ class _Tracer:
                 self.forward(n, images, first, count, last_panel)
         columns, panels = form.regions[0].bytes, len(form.panels)
         notes = (
-            f"Columns take {columns:,} bytes of workspace, in {panels} panel{'s' * (panels != 1)}. How cuBLAS cuts its products "
-            "into tiles is its own: what is counted of it is each matrix once, the least that it can load.",
+            f"Columns take {columns:,} bytes of workspace, in {panels} panel{'s' * (panels != 1)}.",
+            "How cuBLAS cuts its products into tiles is its own: each matrix counts once, the least that it can load.",
         )
         sizes = {"columns": form.column_size, "sums": 4 if form.wide else form.size, "dy, gathered": form.size}
-        return Trace(problem, "cuda.im2col_gemm", str(form.knobs), tuple(self.launches), tuple(self.blocks), sizes, notes)
+        return Trace(
+            problem, "cuda.im2col_gemm", str(form.knobs), tuple(self.launches), tuple(self.blocks), sizes, notes
+        )
 
     # -- fprop and wgrad --------------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class _Tracer:
             behind = form.epilogue_behind
             made = "sums" if behind and form.wide else "y"
             loads = (Move("w", (depth,), (0, 1)), Move("columns", (depth,), (0, 2)))
-            text = f"cuBLAS multiplies the filters, {problem.k} x {form.depth}, by the panel's columns, {form.depth} x {width}."
+            text = f"cuBLAS multiplies the filters, {problem.k} x {form.depth}, by columns, {form.depth} x {width}."
             self.product(Step(text, loads, (depth,), (Move(made, (), (0, 1, 2)),)), (*filters, pixels), made)
             if behind:
                 self.rounded(pixels, images, count, made)
@@ -102,7 +102,7 @@ class _Tracer:
             each = _THREADS * im2col_gemm._UNROLL
             grid: tuple[int, ...] = (ceil(vectors / each),)
             order = (*self.pixels, groups, *self.taps, Axis("c", self.c))
-            text = f"Each thread copies {im2col_gemm._UNROLL} vectors of {form.vector} channels from x to their place in columns."
+            text = f"Each thread copies {im2col_gemm._UNROLL} vectors of {form.vector} channels of x to columns."
             step = Step(text, (Move("x", (), (0,)),), None, (Move("columns", (), (0,)),))
             for at in range(grid[0]):
                 lo, hi = at * each * form.vector, min((at + 1) * each, vectors) * form.vector
@@ -133,9 +133,8 @@ class _Tracer:
                     lo, hi = base + x * _THREADS, base + min((x + 1) * _THREADS, width)
                     self.blocks.append(Block(launch, (x, y), (Walk(self.pixels, lo, hi),), steps[y], "columns"))
             owner = _THREAD
-        self.launches.append(Launch(
-            "im2col", f"{_KERNELS}im2col.cu", "writes windows out as columns, padding as zeros", grid, (_THREADS,), owner=owner
-        ))  # fmt: skip
+        does = "writes windows out as columns, padding as zeros"
+        self.launches.append(Launch("im2col", f"{_KERNELS}im2col.cu", does, grid, (_THREADS,), owner=owner))
 
     def product(self, step: Step, outputs: tuple[Walk, ...], makes: str) -> None:
         """A product of cuBLAS."""
@@ -178,7 +177,8 @@ class _Tracer:
         dy = "dy, gathered" if form.gathers else "y"
         loads = (Move("w", terms, (0, 1)), Move(dy, terms, (0, 2)))
         text = (
-            f"cuBLAS multiplies the filters, turned, {each * form.taps} x {self.k}, by dy, {self.k} x {images * form.out}: "
+            f"cuBLAS multiplies the filters, turned, {each * form.taps} x {self.k}, by dy, "
+            f"{self.k} x {images * form.out}: "
             "what each window says of its pixels."
         )
         stores = (Move("columns", (), (0, 1, 2)),)
@@ -206,5 +206,3 @@ class _Tracer:
 def trace(problem: Problem, device: CudaDevice, knobs: Panel) -> Trace:
     """A panel of columns, its product, the next panel."""
     return _Tracer(problem, device, knobs).trace()
-
-

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from ..problem import DTYPE_BYTES, Problem
 
 __all__ = [
-    "Axis", "Block", "Launch", "Matrices", "Move", "Names", "Owner", "Step", "Totals", "Trace", "Walk", "element", "names",
-    "products", "spread", "totals",
+    "Axis", "Block", "Launch", "Matrices", "Move", "Names", "Owner", "Step", "Totals", "Trace", "Walk", "element",
+    "elements", "names", "products", "spread", "totals",
 ]  # fmt: skip
 
 Ints = NDArray[np.int64]
@@ -153,7 +153,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a launch, or one tile of a block that has several: its place in the grid, what it makes, its steps."""
+    """One block of a launch, or one tile of a block that has several: its place in the grid, what it makes, its
+    steps."""
 
     launch: int
     index: tuple[int, ...]
@@ -231,7 +232,7 @@ def spread(walks: Sequence[Walk]) -> tuple[dict[str, Ints], Bools]:
         values, here = walk.values()
         there = there & here.reshape(shape)
         for name, value in values.items():
-            found[name] = found.get(name, 0) + value.reshape(shape)  # type: ignore[assignment]
+            found[name] = found.get(name, 0) + value.reshape(shape)
     return found, there
 
 
@@ -299,7 +300,7 @@ def elements(trace: Trace, block: Block, move: Move, terms: Sequence[Walk] = ())
 
 @dataclass(frozen=True)
 class Totals:
-    """Of a whole trace: bytes that are loaded and stored, by tensor; products; multiplications of transformed values."""
+    """Of a whole trace: bytes loaded and stored, by tensor; products; multiplications of transformed values."""
 
     loaded: dict[str, int]
     stored: dict[str, int]

@@ -27,9 +27,13 @@ def trace(problem: Problem, device: CudaDevice, knobs: Any) -> Trace:
         for at in range(grid)
     )
     launch = Launch(
-        "naive", "src/openconv/cuda/kernels/naive.cu", "each thread sums the products of one result",
-        (grid,), (threads,), owner=Owner("thread", ((0, 1, 1),)),
-    )  # fmt: skip
+        "naive",
+        "src/openconv/cuda/kernels/naive.cu",
+        "each thread sums the products of one result",
+        (grid,),
+        (threads,),
+        owner=Owner("thread", ((0, 1, 1),)),
+    )
     return Trace(problem, "cuda.naive", str(knobs), (launch,), blocks)
 
 
@@ -53,11 +57,12 @@ def _steps(problem: Problem) -> list[Step]:
             rest, value = divmod(rest, axis.count)
             fixed.append(one(axis.name, value))
         terms = (*reversed(fixed), *((whole(axes[-1:]),) if rows else ()))
-        where = ", ".join(f"{walk.axes[0].name} = {walk.axes[0].start}" for walk in terms if len(walk.axes) and len(walk) == 1)
-        text = f"Each thread asks for the factors of {'a row of products' if rows else 'its next product'} ({where}) and adds "
-        # A fprop multiplies padding as zeros, so that it asks for the filter there; gradients skip what they do not meet.
+        where = ", ".join(f"{walk.axes[0].name} = {walk.axes[0].start}" for walk in terms if len(walk) == 1)
+        what, it = ("a row of products", "them") if rows else ("its next product", "it")
+        text = f"Each thread asks for the factors of {what} ({where}) and adds {it}."
+        # A fprop multiplies padding as zeros, so it asks for the filter there; gradients skip what they do not meet.
         skips = problem.direction != "fprop"
         loads = tuple(Move(tensor, terms, (0,), met="xwy" if skips else "") for tensor in tensors)
         stores = (Move("xwy"[problem.result], (), (0,)),) if at == count - 1 else ()
-        found.append(Step(text + ("them." if rows else "it."), loads, terms, stores))
+        found.append(Step(text, loads, terms, stores))
     return found

@@ -1,7 +1,7 @@
 """The page: one HTML file with the traces of a problem, and of many small ones to choose from. It needs no network.
 
-The page's own parts lie beside this file: ``page.html`` is the frame, ``page.css`` the looks, ``page.js`` what moves and
-``rule.js`` the rule of :func:`openconv.trace.model.element` once more, by which walks become elements. Traces share
+The page's own parts lie beside this file: ``page.html`` is the frame, ``page.css`` the looks, ``page.js`` what moves
+and ``rule.js`` the rule of :func:`openconv.trace.model.element` once more, by which walks become elements. Traces share
 most of their walks and steps, so that each is stored once, in a pool.
 """
 
@@ -131,7 +131,7 @@ class _Encoder:
         """The number of a trace in the page."""
         transforms = trace.transforms
         made: dict[str, Any] = {
-            "problem": self.text(str(trace.problem)), "engine": self.text(trace.engine), "knobs": self.text(trace.knobs),
+            "engine": self.text(trace.engine), "knobs": self.text(trace.knobs),
             "launches": [self.launch(launch) for launch in trace.launches],
             "blocks": [self.block(block) for block in trace.blocks],
             "notes": [self.text(note) for note in trace.notes],
@@ -261,7 +261,13 @@ def render_page(data: dict[str, Any]) -> str:
     else:  # that no HTML parser can read as the end of its element, or as a comment in it
         kind, text = "plain", text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     page = _part("page.html")
-    parts = {"style": _part("page.css"), "rule": _part("rule.js"), "script": _part("page.js"), "kind": kind, "data": text}
+    parts = {
+        "style": _part("page.css"),
+        "rule": _part("rule.js"),
+        "script": _part("page.js"),
+        "kind": kind,
+        "data": text,
+    }
     for name, part in parts.items():
         page = page.replace(f"/*{name}*/", part)
     return page

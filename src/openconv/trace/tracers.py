@@ -55,15 +55,16 @@ def reasons_against(problem: Problem, name: str, device: CudaDevice) -> list[str
     """Why an engine does not take a problem, or why it cannot be drawn; nothing if it can."""
     engine, tracer = _tracer(name)
     if problem.is_fused or not problem.epilogue.is_identity:
-        return [f"'{problem.fusion}' is computed beside the products; a trace is of the convolution alone: leave it out"]
+        return [
+            f"'{problem.fusion}' is computed beside the products; a trace is of the convolution alone: leave it out"
+        ]
     if problem.is_empty:
         return [f"'{problem}' has an empty tensor; there is nothing to trace"]
     if problem.macs > _MOST_PRODUCTS or max(*problem.spatial, *problem.out) > _MOST_SIDE:
         sides = " x ".join(str(size) for size in problem.spatial)
-        return [f"'{problem}' has {problem.macs} products and an image of {sides}; a trace takes up to {_MOST_PRODUCTS} "
-                f"products and {_MOST_SIDE} places along an axis"]  # fmt: skip
-    found = list(engine.refusals(problem, device))
-    return found or list(tracer.refuses(problem))
+        found = f"'{problem}' has {problem.macs} products and an image of {sides}"
+        return [f"{found}; a trace takes up to {_MOST_PRODUCTS} products and {_MOST_SIDE} places along an axis"]
+    return list(engine.refusals(problem, device)) or list(tracer.refuses(problem))
 
 
 def search_space(problem: Problem, name: str, device: CudaDevice) -> list[Any]:
@@ -93,9 +94,7 @@ def trace_engine(problem: Problem, name: str, device: CudaDevice, knobs: Any | s
         raise ValueError(f"{name} has no knobs for '{problem}' in the variant that is traced, {tracer.label}")
     if isinstance(knobs, str):
         knobs = knobs_named(knobs, space)
-    chosen = space[0] if knobs is None else knobs
+    chosen: Any = space[0] if knobs is None else knobs
     if name == "cuda.winograd" and (reasons := list(winograd.refusals(problem, chosen))):
         raise ValueError(f"{name} does not take '{problem}': {'; '.join(reasons)}")
     return tracer.trace(problem, device, chosen)
-
-

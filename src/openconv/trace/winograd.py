@@ -1,8 +1,8 @@
-"""The trace of ``cuda.winograd``: tiles and filters are transformed, multiplied point by point, and transformed back."""
+"""The trace of ``cuda.winograd``: tiles and filters are transformed, multiplied point by point, transformed back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil, prod
 
 from ..cuda import winograd
@@ -59,7 +59,7 @@ class _Tracer:
         return [
             Walk((channel, *tiles), at, at + threads, row, self.rank + 1)
             for at in range(0, row * channel.count, threads)
-        ]  # fmt: skip
+        ]
 
     def window(self) -> tuple[Walk, ...]:
         """What a tile of the source reads, as taps counted from its corner; of dy, from the last tap backwards."""
@@ -73,97 +73,98 @@ class _Tracer:
         """The outputs of a tile, from its corner on."""
         return tuple(span(name, 0, m) for name, m in zip(self.own, self.steps, strict=True))
 
-    def launch(self, name: str, file: str, does: str, blocks: int, outputs: list[Walk], step: Step, makes: str, vector: int) -> None:
-        at = len(self.launches)
-        self.launches.append(
-            Launch(name, _KERNELS + file, does, (blocks,), (_THREADS,), owner=Owner("thread", ((0, vector, 1),)))
-        )
-        self.blocks += [Block(at, (x,), (walk,), (step,), makes) for x, walk in enumerate(outputs)]
+    def launch(
+        self,
+        kernel: str,
+        does: str,
+        blocks: int,
+        outputs: list[Walk],
+        text: str,
+        load: Move,
+        store: Move,
+        vector: int = 1,
+    ) -> None:
+        """A kernel whose threads each transform what they load, and store it."""
+        at, owner = len(self.launches), Owner("thread", ((0, vector, 1),))
+        self.launches.append(Launch(kernel, f"{_KERNELS}{kernel}.cu", does, (blocks,), (_THREADS,), owner=owner))
+        step = Step(text, (load,), None, (store,))
+        self.blocks += [Block(at, (x,), (walk,), (step,), store.tensor) for x, walk in enumerate(outputs)]
 
-    def filters(self) -> None:
-        problem, form = self.problem, self.form
-        total = problem.k * problem.c
-        taps = tuple(span(name, 0, size) for name, size in zip(self.known.taps, problem.filter, strict=True))
+    def of_filters(self) -> tuple[int, list[Walk], Move]:
+        """Blocks of threads that have one filter of one channel each, which they are, and all of its taps."""
+        problem, total = self.problem, self.problem.k * self.problem.c
         order = axis_list("kc", (problem.k, problem.c))
         outputs = [Walk(order, at, min(at + _THREADS, total)) for at in range(0, total, _THREADS)]
+        taps = tuple(span(name, 0, size) for name, size in zip(self.known.taps, problem.filter, strict=True))
+        return ceil(total / _THREADS), outputs, Move("w", taps, (0,))
+
+    def filters(self) -> None:
+        blocks, outputs, taps = self.of_filters()
         turned = " upside down" if self.backward else ""
-        step = Step(
-            f"Each thread transforms one filter of one channel{turned}, {prod(problem.filter)} taps to {form.points} points.",
-            (Move("w", taps, (0,)),), None, (Move("transformed filters", (self.every,), (0,)),),
-        )  # fmt: skip
-        self.launch("winograd_filters", "winograd_filters.cu", "transforms filters by G", ceil(total / _THREADS), outputs, step,
-                    "transformed filters", 1)  # fmt: skip
+        text = f"Each thread transforms one filter of one channel{turned}: {self.counted(self.problem.filter)}."
+        made = Move("transformed filters", (self.every,), (0,))
+        self.launch("winograd_filters", "transforms filters by G", blocks, outputs, text, taps, made)
+
+    def counted(self, sizes: Sequence[int]) -> str:
+        """So many values to so many points."""
+        return f"{prod(sizes)} values to {self.form.points} points"
 
     def transformed(self, first: int, count: int) -> None:
         """Tiles of what is convolved."""
-        form = self.form
-        tensor, channel = ("y", "k") if self.backward else ("x", "c")
+        form, (tensor, channel) = self.form, ("y", "k") if self.backward else ("x", "c")
         vector, pitch = form.source_vector, form.each(count) * form.knobs.parts
-        sizes = " x ".join(str(each.t) for each in self.transforms)
-        step = Step(f"Each thread reads a tile of {sizes} of {'dy' if self.backward else 'x'} and transforms it to {form.points} "
-                    "points.", (Move(tensor, self.window(), (0,)),), None,
-                    (Move("transformed tiles", (self.every,), (0,)),))  # fmt: skip
+        text = f"Each thread reads a tile of {'dy' if self.backward else 'x'} and transforms it: "
+        text += f"{self.counted([each.t for each in self.transforms])}."
         outputs = self.order(first, count, Axis(channel, form.sources), _THREADS * vector, pitch)
         blocks = ceil(pitch * (form.sources // vector) / _THREADS)
-        self.launch("winograd_tiles", "winograd_tiles.cu", "transforms tiles by BT", blocks, outputs, step, "transformed tiles",
-                    vector)  # fmt: skip
+        tile, made = Move(tensor, self.window(), (0,)), Move("transformed tiles", (self.every,), (0,))
+        self.launch("winograd_tiles", "transforms tiles by BT", blocks, outputs, text, tile, made, vector)
 
     def errors(self, first: int, count: int) -> None:
         """Tiles of dy, in a wgrad."""
         form = self.form
         vector, pitch = form.error_vector, form.each(count) * form.knobs.parts
-        sizes = " x ".join(str(m) for m in self.steps)
-        step = Step(f"Each thread reads a tile of {sizes} of dy and transforms it to {form.points} points, as a filter would be.",
-                    (Move("y", self.inside(), (0,)),), None, (Move("transformed dy", (self.every,), (0,)),))  # fmt: skip
+        text = f"Each thread reads a tile of dy and transforms it like a filter: {self.counted(self.steps)}."
         outputs = self.order(first, count, Axis("k", form.targets), _THREADS * vector, pitch)
         blocks = ceil(pitch * (form.targets // vector) / _THREADS)
-        self.launch("winograd_tiles", "winograd_tiles.cu", "transforms tiles of dy by G", blocks, outputs, step,
-                    "transformed dy", vector)  # fmt: skip
+        tile, made = Move("y", self.inside(), (0,)), Move("transformed dy", (self.every,), (0,))
+        self.launch("winograd_tiles", "transforms tiles of dy by G", blocks, outputs, text, tile, made, vector)
 
     def product(self, first: int, count: int) -> None:
         """Of cuBLAS, one for each point."""
         form, problem = self.form, self.problem
         c, k = span("c", 0, problem.c), span("k", 0, problem.k)
-        tiles = self.tiles(first, count)
         lo = first if form.last else 0
-        walk = Walk(tiles, lo, lo + count)
+        walk = Walk(self.tiles(first, count), lo, lo + count)
         second = "transformed dy" if self.wgrad else "transformed filters"
-        source = k if self.backward else c
         of_second = (walk, k, self.every) if self.wgrad else (k, c, self.every)
-        loads = Move("transformed tiles", (walk, source, self.every)), Move(second, of_second)
+        loads = Move("transformed tiles", (walk, k if self.backward else c, self.every)), Move(second, of_second)
         target = (k, c) if self.wgrad else (walk, c if self.backward else k)
         made = "sums at points" if self.wgrad else "products at points"
-        points = form.points * count * problem.k * problem.c
-        m, n, depth = (problem.k, problem.c, count) if self.wgrad else (count, form.targets, form.sources)
         parts = (span("part", 0, form.knobs.parts),) if self.wgrad else ()
-        step = Step(f"cuBLAS multiplies at each of {form.points} points: {m} x {depth} by {depth} x {n}, {points} multiplications.",
-                    loads, None, (Move(made, (*target, self.every, *parts)),), points)  # fmt: skip
+        m, n, depth = (problem.k, problem.c, count) if self.wgrad else (count, form.targets, form.sources)
+        text = f"cuBLAS multiplies matrices at each of {form.points} points: {m} x {depth} by {depth} x {n}."
+        stores = (Move(made, (*target, self.every, *parts)),)
+        step = Step(text, loads, None, stores, form.points * count * problem.k * problem.c)
         self.blocks.append(Block(len(self.launches), (), target, (step,), made, "all of its blocks"))
         self.launches.append(Launch("torch.bmm", "src/openconv/cuda/matrices.py", f"{form.points} products of cuBLAS"))
 
     def results(self, first: int, count: int) -> None:
-        form = self.form
-        tensor, channel = ("x", "c") if self.backward else ("y", "k")
-        vector = form.target_vector
-        sizes = " x ".join(str(m) for m in self.steps)
-        step = Step(f"Each thread transforms a tile back, {form.points} points to {sizes} results, and stores those inside.",
-                    (Move("products at points", (self.every,), (0,)),), None, (Move(tensor, self.inside(), (0,)),))  # fmt: skip
+        """Tiles of the result."""
+        form, (tensor, channel) = self.form, ("x", "c") if self.backward else ("y", "k")
+        vector, sizes = form.target_vector, " x ".join(str(m) for m in self.steps)
+        text = f"Each thread transforms a tile back, {form.points} points to {sizes} results, and stores those inside."
         outputs = self.order(first, count, Axis(channel, form.targets), _THREADS * vector, count)
         blocks = ceil(count * (form.targets // vector) / _THREADS)
-        self.launch("winograd_results", "winograd_results.cu", "transforms products back by AT", blocks, outputs, step, tensor,
-                    vector)  # fmt: skip
+        sums, made = Move("products at points", (self.every,), (0,)), Move(tensor, self.inside(), (0,))
+        self.launch("winograd_results", "transforms products back by AT", blocks, outputs, text, sums, made, vector)
 
     def gradient(self) -> None:
-        problem, form = self.problem, self.form
-        total = problem.k * problem.c
-        taps = tuple(span(name, 0, size) for name, size in zip(self.known.taps, problem.filter, strict=True))
-        order = axis_list("kc", (problem.k, problem.c))
-        outputs = [Walk(order, at, min(at + _THREADS, total)) for at in range(0, total, _THREADS)]
-        parts = span("part", 0, form.knobs.parts)
-        step = Step(f"Each thread transforms the {form.points} sums of one filter and channel back to {prod(problem.filter)} taps.",
-                    (Move("sums at points", (self.every, parts), (0,)),), None, (Move("w", taps, (0,)),))  # fmt: skip
-        self.launch("winograd_gradient", "winograd_gradient.cu", "transforms sums back by AT", ceil(total / _THREADS), outputs,
-                    step, "w", 1)  # fmt: skip
+        """dw, of a wgrad."""
+        blocks, outputs, taps = self.of_filters()
+        text = f"Each thread transforms the {self.form.points} sums of one filter and channel back to its taps."
+        sums = Move("sums at points", (self.every, span("part", 0, self.form.knobs.parts)), (0,))
+        self.launch("winograd_gradient", "transforms sums back by AT", blocks, outputs, text, sums, taps)
 
 
 def _text(matrix: Matrix) -> tuple[tuple[str, ...], ...]:
@@ -189,11 +190,15 @@ def trace(problem: Problem, device: CudaDevice, knobs: Chunk) -> Trace:
     plain, sizes = prod(form.steps) * prod(form.taps), " x ".join(str(one) for one in each)
     notes = (f"{sizes}: {form.points} multiplications a tile and channel instead of {plain}.",)
     workspace = {
-        "transformed tiles": form.size, "transformed filters": form.size, "transformed dy": form.size,
-        "products at points": 4, "sums at points": 4,
-    }  # fmt: skip
+        "transformed tiles": form.size,
+        "transformed filters": form.size,
+        "transformed dy": form.size,
+        "products at points": 4,
+        "sums at points": 4,
+    }
     matrices = Matrices(
-        tuple((one.m, one.r) for one in each), *(tuple(_text(getattr(one, name)) for one in each) for name in ("at", "g", "bt"))
+        tuple((one.m, one.r) for one in each),
+        *(tuple(_text(getattr(one, name)) for one in each) for name in ("at", "g", "bt")),
     )
     return Trace(
         problem, "cuda.winograd", str(knobs), tuple(tracer.launches), tuple(tracer.blocks), workspace, notes, matrices
