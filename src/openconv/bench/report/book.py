@@ -212,8 +212,8 @@ class Book:
         took = record.seconds.get(record.chosen if who == "chosen" else who)
         if took is None:
             return "-"
-        reference = record.seconds["torch"]["median"]
-        share = f", {_times(reference / took['median'])}" if who != "torch" else ""
+        reference = record.seconds.get("torch")
+        share = f", {_times(reference['median'] / took['median'])}" if reference and who != "torch" else ""
         return seconds_text(took["median"]) + share
 
     def bars(self, label: str, *engines: str, on: str = "h200", suite: str = "ladder", batch: int | None = None) -> str:
@@ -221,7 +221,8 @@ class Book:
         from .plots import draw_bars
 
         records = list(self._passes(label, on, suite, batch).values())
-        name = f"{label}-{suite}-{on}-{len(engines)}.png"
+        who = hashlib.sha256(" ".join(engines).encode()).hexdigest()[:6]  # another choice of rungs is another picture
+        name = f"{label}-{suite}-{on}-{who}.png"
         self._draw(name, records, engines, lambda: draw_bars(Run(DEVICES[on], records), engines))
         return f"![Times of {', '.join(engines)} and PyTorch for {label}]({_FIGURES}/{name})"
 
