@@ -128,7 +128,7 @@ def mistakes(source: Path, target: Path, tile: int) -> tuple[int, int]:
 def main(
     size: Annotated[int, typer.Option(min=8, help="pixels along each side of the image that is drawn")] = 4096,
     tile: Annotated[int, typer.Option(min=8, help="pixels along each side of a tile")] = 2048,
-    image: Annotated[Path | None, typer.Option(help="a .npy of (rows, columns) bytes to filter instead")] = None,
+    image: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="a .npy of bytes instead")] = None,
     out: Annotated[Path, typer.Option(help="folder for image, result and picture")] = Path("openconv-examples"),
     device: Annotated[str, typer.Option(help="where to filter: cpu or cuda")] = "cpu",
 ) -> None:
