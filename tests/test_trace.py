@@ -179,6 +179,29 @@ def test_columns_in_many_panels(text):
         check_products(trace, text)
         check_stores(trace)
         check_memory(trace)
+        if direction != "dgrad":
+            check_columns(trace)
+
+
+def check_columns(trace: Trace) -> None:
+    """What a product reads is what was written since the last one, each column once."""
+    written: list[tuple[int, ...]] = []
+    panels = 0
+    for block, step in trace.steps():
+        for moves in (step.loads, step.stores):
+            for move in moves:
+                if move.tensor != "columns":
+                    continue
+                values, there = spread(move.over(block))
+                every = [np.broadcast_to(values[name], there.shape)[there].tolist() for name in sorted(values)]
+                columns = list(zip(*every))
+                if moves is step.stores:
+                    written += columns
+                    continue
+                assert sorted(written) == sorted(columns), f"{trace.problem} {trace.knobs}"
+                written, panels = [], panels + 1
+    assert panels > 0
+    assert written == []
 
 
 def test_slots_are_filled_again_when_a_block_has_several_tiles():
