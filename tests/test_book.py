@@ -68,6 +68,13 @@ def test_the_table_has_a_row_an_engine_and_torch_last(results):
     assert lines[6] == "| PyTorch (cuDNN) | 20.0 us | 20.0 us |"
 
 
+def test_a_label_may_hold_the_pass(tmp_path):
+    both = [record(way, label=f"image_{way}") for way in ("fprop", "wgrad")]
+    write(tmp_path / DEVICES["h200"] / "first_rungs.jsonl", both)
+    text = '<!-- table: rungs("image_{}", "cuda.naive", suite="first_rungs") -->\n<!-- end -->\n'
+    assert "| `cuda.naive` | 40.0 us, 0.50 | 40.0 us, 0.50 |" in Book(tmp_path).fill(text)
+
+
 @pytest.mark.parametrize(
     "mark, reason",
     [

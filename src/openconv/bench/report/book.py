@@ -188,7 +188,8 @@ class Book:
     def rungs(
         self, label: str, *engines: str, on: str = "h200", suite: str = "ladder", batch: int | None = None
     ) -> str:
-        """A row an engine, PyTorch last: the times of the passes and how many times as fast as PyTorch each is."""
+        """A row an engine, PyTorch last: the times of the passes and how many times as fast as PyTorch each is. ``{}``
+        in a label stands for the pass, where a suite has a label for each."""
         passes = self._passes(label, on, suite, batch)
         vendor = "oneDNN" if on == "cpu" else "cuDNN"
         peers = [name for name in ("torch", "torch_nchw") if any(name in r.seconds for r in passes.values())]
@@ -202,7 +203,10 @@ class Book:
         return markdown_table([f"times, and times as fast as {vendor}", *passes], rows)
 
     def _passes(self, label: str, on: str, suite: str, batch: int | None) -> dict[str, Record]:
-        found = [r for r in self._records(on, suite) if r.label == label and batch in (None, problem_of(r).n)]
+        found = [
+            r for r in self._records(on, suite)
+            if r.label == label.replace("{}", problem_of(r).direction) and batch in (None, problem_of(r).n)
+        ]  # fmt: skip
         passes = {problem_of(r).direction: r for r in found}
         if not passes or len(passes) != len(found):
             raise ValueError(f"suite {suite!r} has {len(found)} records of {label!r} on {on}; wanted one a pass")
