@@ -104,7 +104,7 @@ class Site:
             body = f"The first {FIRST_LINES} of {len(lines)} lines; [the whole file]({path.name}).\n\n"
             body += fenced(cut, f'{language(place)} linenums="1"')
         self.make(place, f"{uri}.md", f"{_unsearched(path.name)}# `{place}`\n\n{body}\n")
-        return None
+        return body if path.suffix == ".ipynb" else None
 
     def _show_folder(self, place: str, path: Path) -> None:
         """A folder leads to the page that introduces it, else to a list of its files."""
