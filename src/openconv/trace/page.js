@@ -530,15 +530,18 @@
   function follow() {
     const p = trace.problem, each = { x: rule.product(p.spatial), w: rule.product(p.filter), y: rule.product(p.out) };
     const cg = p.c / p.groups, kg = p.k / p.groups;
+    const look = () => Object.fromEntries(["x", "w", "y"].map((tensor) => [tensor, slice(tensor)]));
+    let looked = look();
     const set = (tensor, element) => {
       const at = Math.floor(element / each[tensor]);
       if (tensor === "x") [state.n, state.c] = [Math.floor(at / p.c), at % p.c];
       if (tensor === "y") [state.n, state.k] = [Math.floor(at / p.k), at % p.k];
       if (tensor === "w") [state.k, state.c] = [Math.floor(at / cg), Math.floor(Math.floor(at / cg) / kg) * cg + (at % cg)];
+      looked = look();
     };
     const shows = (tensor, element) => {
-      const s = slice(tensor);
-      return s.there && Math.floor(element / each[tensor]) === s.first / s.each;
+      const { there, first, each: size } = looked[tensor];
+      return there && element >= first && element < first + size;
     };
     const { x, w, y } = shownFrame.products, result = RESULT[p.direction];
     if (state.pinned !== null) { // stays in sight, with the inputs that it meets in this step
