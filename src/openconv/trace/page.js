@@ -57,8 +57,9 @@
     state.pass = PASSES.includes(wanted.get("pass")) ? wanted.get("pass") : data.direction;
     const at = ENGINES.findIndex(([name]) => name === wanted.get("engine"));
     const own = ENGINES.findIndex(([name]) => name === data.engine);
-    state.engine = at >= 0 ? at : own >= 0 ? own : 2;
     entry = find();
+    const taken = ["cuda.tiled", "cuda.igemm", ...ENGINES.map(([name]) => name)].map((name) => ENGINES.findIndex(([other]) => other === name));
+    state.engine = at >= 0 ? at : own >= 0 ? own : taken.find((engine) => refusal(engine) === null) ?? 0;
     const traces = refusal(state.engine) === null ? entry.engines[state.engine] : [];
     state.knobs = Math.max(0, traces.findIndex((id) => rule.text(data.traces[id].knobs) === wanted.get("knobs")));
     state.frame = Math.max(0, (parseInt(wanted.get("step"), 10) || 1) - 1);
