@@ -61,6 +61,7 @@ def test_the_command_writes_a_page(tmp_path):
         ((GIVEN, "--arch", "sm_1"), "sm_1"),
         ((GIVEN, "-o", "no/such/folder/page.html"), "there is no folder"),
         (("fprop n1 c8 d4 h6 w6 k8 t3 r3 s3",), "3 spatial axes"),
+        (("fprop n1 c4 h6 w6 k4 r3 s3 complex64",), "no engine that can be traced takes"),
     ],
 )
 def test_errors_are_one_line(tmp_path, monkeypatch, arguments, words):
@@ -251,6 +252,16 @@ def test_an_address_that_makes_no_sense_shows_something(opened):
     page = opened("#pass=sideways&engine=cuda.none&image=7&stride=x&step=-5&result=-1&knobs=none")
     assert steps(page)[0] == 1
     assert "fprop" in page.inner_text("#caption")
+
+
+def test_it_opens_with_an_engine_that_takes_the_problem(opened, tmp_path):
+    data = page_data(Problem.parse("wgrad n2 c4 w13 k6 s3 stride2 pad1 g2 f32"), DEVICE, alone=True)
+    page = opened(path=write_page(tmp_path / "line.html", data))
+    assert "cuda.igemm on wgrad n2 c4 w13 k6 s3 stride2 pad1 g2 f32 nchw" in page.inner_text("#caption")
+    assert page.is_hidden("#sizes")
+    page.keyboard.press("End")
+    assert counters(page)["products"] == totals(trace_engine(Problem.parse(page.evaluate(
+        "document.querySelector('#caption code').textContent")), "cuda.igemm", DEVICE)).products  # fmt: skip
 
 
 def test_refused_combinations_are_grey_and_say_why(opened):

@@ -30,7 +30,7 @@ def trace(
     from ..problem import Problem
     from ..terminal import wide_console, with_time_left
     from .page import DEFAULT, page_data, write_page
-    from .tracers import trace_engine
+    from .tracers import TRACERS, reasons_against, trace_engine
 
     if knobs and not engine:
         raise ValueError(f"knobs are {knobs!r}, but of no engine; name it with --engine")
@@ -43,6 +43,10 @@ def trace(
         raise ValueError(f"'{chosen}' has {chosen.rank} spatial axes; the page draws one or two")
     if engine:
         trace_engine(chosen, engine, device, knobs)  # what it refuses is an error here, not a word on the page
+    reasons = {name: reasons_against(chosen, name, device) for name in TRACERS}
+    if all(reasons.values()):
+        every = dict.fromkeys(f"{name}: {'; '.join(found)}" for name, found in reasons.items())
+        raise ValueError(f"no engine that can be traced takes '{chosen}'; {'; '.join(every)}")
     console = wide_console()
     with with_time_left(console) as progress:
         task = progress.add_task("tracing", total=None)

@@ -57,8 +57,9 @@
     state.pass = PASSES.includes(wanted.get("pass")) ? wanted.get("pass") : data.direction;
     const at = ENGINES.findIndex(([name]) => name === wanted.get("engine"));
     const own = ENGINES.findIndex(([name]) => name === data.engine);
-    state.engine = at >= 0 ? at : own >= 0 ? own : 2;
     entry = find();
+    const taken = ["cuda.tiled", "cuda.igemm", ...ENGINES.map(([name]) => name)].map((name) => ENGINES.findIndex(([other]) => other === name));
+    state.engine = at >= 0 ? at : own >= 0 ? own : taken.find((engine) => refusal(engine) === null) ?? 0;
     const traces = refusal(state.engine) === null ? entry.engines[state.engine] : [];
     state.knobs = Math.max(0, traces.findIndex((id) => rule.text(data.traces[id].knobs) === wanted.get("knobs")));
     state.frame = Math.max(0, (parseInt(wanted.get("step"), 10) || 1) - 1);
@@ -530,15 +531,18 @@
   function follow() {
     const p = trace.problem, each = { x: rule.product(p.spatial), w: rule.product(p.filter), y: rule.product(p.out) };
     const cg = p.c / p.groups, kg = p.k / p.groups;
+    const look = () => Object.fromEntries(["x", "w", "y"].map((tensor) => [tensor, slice(tensor)]));
+    let looked = look();
     const set = (tensor, element) => {
       const at = Math.floor(element / each[tensor]);
       if (tensor === "x") [state.n, state.c] = [Math.floor(at / p.c), at % p.c];
       if (tensor === "y") [state.n, state.k] = [Math.floor(at / p.k), at % p.k];
       if (tensor === "w") [state.k, state.c] = [Math.floor(at / cg), Math.floor(Math.floor(at / cg) / kg) * cg + (at % cg)];
+      looked = look();
     };
     const shows = (tensor, element) => {
-      const s = slice(tensor);
-      return s.there && Math.floor(element / each[tensor]) === s.first / s.each;
+      const { there, first, each: size } = looked[tensor];
+      return there && element >= first && element < first + size;
     };
     const { x, w, y } = shownFrame.products, result = RESULT[p.direction];
     if (state.pinned !== null) { // stays in sight, with the inputs that it meets in this step

@@ -15,7 +15,7 @@ from .model import Trace
 
 __all__ = ["TRACERS", "Tracer", "knobs_named", "reasons_against", "search_space", "trace_engine"]
 
-_MOST_PRODUCTS = 1 << 23
+_MOST_PRODUCTS = 1 << 22
 _MOST_SIDE = 128
 
 
