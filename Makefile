@@ -63,12 +63,13 @@ exercise: $(NEEDS) ## grade exercise N of the tutorial: make exercise N=1
 bench: $(NEEDS) ## verify, time and record under benchmarks/results
 	$(PY) -m openconv.cli bench $(ARGS)
 
-# The site takes the report in, and is built strictly: a link or an anchor that leads nowhere fails it. (With --quiet
+# The site takes the report and a page of traces in, and is built strictly: a link or an anchor that leads nowhere fails it. (With --quiet
 # MkDocs would not count its warnings, and pass.)
 docs: $(NEEDS_DOCS) ## regenerate the tables from the recorded results, build the site in build/docs
 	$(PY) -m openconv.bench.report
 	rm -rf build/report
 	$(PY) -m openconv.cli report --out build/report --layers none
+	$(PY) -m openconv.cli trace --output build/report/trace.html
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 	@echo "docs: build/docs/index.html, build/docs/report/report.html"
 

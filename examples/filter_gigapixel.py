@@ -113,9 +113,9 @@ def mistakes(source: Path, target: Path, tile: int) -> tuple[int, int]:
     differ, of how many."""
     image, result = np.load(source, mmap_mode="r"), np.load(target, mmap_mode="r")
     reach = min(tile, 512)
-    corner = [min(tile, size) - min(reach, size) // 2 for size in image.shape]
+    corner = [min(tile, size) - (min(reach, size) + 1) // 2 for size in image.shape]
     (rows, (above, below)), (columns, (before, behind)) = (
-        cut(max(at, 0), min(reach, size - max(at, 0)), size) for at, size in zip(corner, image.shape, strict=True)
+        cut(at, min(reach, size - at), size) for at, size in zip(corner, image.shape, strict=True)
     )
     part = torch.from_numpy(np.array(image[rows, columns])).double()[None, None]
     part = torch.nn.functional.pad(part, (before, behind, above, below), mode="replicate")
@@ -128,7 +128,7 @@ def mistakes(source: Path, target: Path, tile: int) -> tuple[int, int]:
 def main(
     size: Annotated[int, typer.Option(min=8, help="pixels along each side of the image that is drawn")] = 4096,
     tile: Annotated[int, typer.Option(min=8, help="pixels along each side of a tile")] = 2048,
-    image: Annotated[Path | None, typer.Option(help="a .npy of (rows, columns) bytes to filter instead")] = None,
+    image: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="a .npy of bytes instead")] = None,
     out: Annotated[Path, typer.Option(help="folder for image, result and picture")] = Path("openconv-examples"),
     device: Annotated[str, typer.Option(help="where to filter: cpu or cuda")] = "cpu",
 ) -> None:

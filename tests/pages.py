@@ -85,7 +85,7 @@ def command_lines(page: Path) -> Iterator[tuple[int, list[str]]]:
                 line, text = line + text[: end + 1].count("\n"), text[end + 1 :]
     plain = _BLOCK.sub(lambda match: "\n" * match[0].count("\n"), page.read_text())
     for span in re.finditer(r"(?<!`)`(openconv [a-z][^`|]*?)`(?!`)", plain):
-        if not span[1].endswith("..."):
+        if "..." not in span[1]:
             line = plain.count("\n", 0, span.start()) + 1
             yield from ((line, words) for words in _commands(span[1]) if _command(words)[2])
 

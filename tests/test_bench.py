@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -420,7 +421,8 @@ def test_tune_takes_a_model_by_its_name(user, tmp_path, monkeypatch):
     (tmp_path / "some_models.py").write_text(
         "import torch\n\n\ndef small():\n    return torch.nn.Conv2d(4, 8, 3, groups=4)\n\n\nnumber = 3\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])  # as the command openconv has it
     done = openconv("tune", "some_models:small", "--input", "1x4x9x9", "--backward", "--budget", "60s")
     assert done.exit_code == 0, done.output
     assert "2 measured" in words(done)  # nobody asks for the gradient of the input

@@ -115,6 +115,17 @@ def test_doctor_is_content_here():
     assert "torch" in result.stdout
 
 
+def test_doctor_names_an_engine_that_is_forced():
+    import openconv
+    from openconv.doctor import _tuning
+
+    for engine, text in (("cpu.direct", "cpu.direct alone may run"), ("cpu.direct,", "cpu.direct preferred")):
+        with openconv.policy(engine=engine):
+            [found] = [finding for finding in _tuning() if finding.what == "engine"]
+        assert (found.status, text in found.value) == ("note", True)
+    assert "engine" not in [finding.what for finding in _tuning()]
+
+
 def test_doctor_names_what_is_broken_and_what_is_missing(monkeypatch, tmp_path):
     import openconv.doctor
     import openconv.engine

@@ -310,3 +310,12 @@ def test_plain_text_has_no_escapes_and_names_the_file():
     assert "openconv/cpu/" in text.replace("\\", "/")
     assert "refused" in text
     assert np.all([len(line) <= 120 for line in text.splitlines()])
+
+
+def test_text_is_text_in_a_notebook_too(monkeypatch):
+    """There rich shows at once what is printed to a console; str() came back empty, with the answer above it."""
+    shown: list[object] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *parts: shown.append(parts))
+    assert LINE in str(openconv.explain(LINE))
+    assert not shown

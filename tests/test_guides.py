@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+import openconv
 from openconv.engine import engines, unregister
 from tests.pages import ROOT, command_lines, parse_command, run_page
 
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "tutorial").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
@@ -18,7 +22,8 @@ def test_code_runs_and_prints_what_the_guide_shows(page, capsys, tmp_path, monke
     monkeypatch.setenv("OPENCONV_TUNING_FILE", str(tmp_path / "tuning.json"))
     before = engines()
     try:
-        assert run_page(page, capsys, {"torch": torch, "tmp_path": tmp_path}) >= 5
+        with openconv.policy(tuning="heuristic"):  # as for a reader; other tests leave the databases out
+            assert run_page(page, capsys, {"torch": torch, "tmp_path": tmp_path}) >= 5
     finally:
         for engine in set(engines()) - set(before):
             unregister(engine.name)
@@ -27,6 +32,21 @@ def test_code_runs_and_prints_what_the_guide_shows(page, capsys, tmp_path, monke
 
 def test_there_are_guides():
     assert len(GUIDES) >= 6
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_links_of_guides_lead_somewhere(page):
+    def anchors(target: Path) -> set[str]:
+        heads = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+        return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    assert links
+    for link in links:
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -24,6 +24,7 @@ from .bench.models_command import bench_models
 from .bench.profile_command import profile
 from .bench.report.command import report
 from .compile_command import compile_kernels
+from .trace.command import trace
 from .tune_command import database, tune
 
 __all__ = ["app"]
@@ -234,7 +235,7 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _command in (bench, report, tune, profile):
+for _command in (bench, report, trace, tune, profile):
     app.command()(_reporting(_command))
 for _entry in database.registered_commands:
     _entry.callback = _reporting(_entry.callback) if _entry.callback else None

@@ -264,6 +264,10 @@ _OPTIONAL = (
 def _tuning() -> Iterator[Finding]:
     """The databases that choices on this machine go by, and how much of them holds for the present engines."""
     yield Finding("tuning", "mode", f"{current_policy().tuning} (OPENCONV_TUNING, openconv.tuning)")
+    if asked := current_policy().engine:
+        which = "preferred" if asked.endswith(",") else "alone may run"
+        yield Finding("tuning", "engine", f"{asked.rstrip(',')} {which} (OPENCONV_ENGINE)", NOTE,
+                      "unset OPENCONV_ENGINE to have all engines considered")  # fmt: skip
     for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         yield from _databases(device_of(torch.device(kind)))
 

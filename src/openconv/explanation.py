@@ -151,7 +151,11 @@ class Explanation:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=120, color_system=None, force_terminal=False, legacy_windows=False)
+        # A notebook would show what is printed to a console at once, and leave none of it for the text.
+        console = Console(
+            file=io.StringIO(), width=120, color_system=None, force_terminal=False, force_jupyter=False,
+            legacy_windows=False,
+        )  # fmt: skip
         console.print(self)
         text: str = console.file.getvalue()  # type: ignore[attr-defined]
         return "\n".join(line.rstrip() for line in text.splitlines())

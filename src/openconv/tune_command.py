@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -102,6 +104,8 @@ def _of_model(entry: str, shapes: list[str], place: torch.device, backward: bool
     from .tuner import convolutions_of
 
     module, _, name = entry.partition(":")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())  # as `python -m` has it: a model lies where one works
     try:
         found = import_module(module)
         for part in name.split("."):

@@ -188,7 +188,8 @@ class Book:
     def rungs(
         self, label: str, *engines: str, on: str = "h200", suite: str = "ladder", batch: int | None = None
     ) -> str:
-        """A row an engine, PyTorch last: the times of the passes and how many times as fast as PyTorch each is."""
+        """A row an engine, PyTorch last: the times of the passes and how many times as fast as PyTorch each is. ``{}``
+        in a label stands for the pass, where a suite has a label for each."""
         passes = self._passes(label, on, suite, batch)
         vendor = "oneDNN" if on == "cpu" else "cuDNN"
         peers = [name for name in ("torch", "torch_nchw") if any(name in r.seconds for r in passes.values())]
@@ -202,7 +203,10 @@ class Book:
         return markdown_table([f"times, and times as fast as {vendor}", *passes], rows)
 
     def _passes(self, label: str, on: str, suite: str, batch: int | None) -> dict[str, Record]:
-        found = [r for r in self._records(on, suite) if r.label == label and batch in (None, problem_of(r).n)]
+        found = [
+            r for r in self._records(on, suite)
+            if r.label == label.replace("{}", problem_of(r).direction) and batch in (None, problem_of(r).n)
+        ]  # fmt: skip
         passes = {problem_of(r).direction: r for r in found}
         if not passes or len(passes) != len(found):
             raise ValueError(f"suite {suite!r} has {len(found)} records of {label!r} on {on}; wanted one a pass")
@@ -212,8 +216,8 @@ class Book:
         took = record.seconds.get(record.chosen if who == "chosen" else who)
         if took is None:
             return "-"
-        reference = record.seconds["torch"]["median"]
-        share = f", {_times(reference / took['median'])}" if who != "torch" else ""
+        reference = record.seconds.get("torch")
+        share = f", {_times(reference['median'] / took['median'])}" if reference and who != "torch" else ""
         return seconds_text(took["median"]) + share
 
     def bars(self, label: str, *engines: str, on: str = "h200", suite: str = "ladder", batch: int | None = None) -> str:
@@ -221,7 +225,8 @@ class Book:
         from .plots import draw_bars
 
         records = list(self._passes(label, on, suite, batch).values())
-        name = f"{label}-{suite}-{on}-{len(engines)}.png"
+        who = hashlib.sha256(" ".join(engines).encode()).hexdigest()[:6]  # another choice of rungs is another picture
+        name = f"{label}-{suite}-{on}-{who}.png"
         self._draw(name, records, engines, lambda: draw_bars(Run(DEVICES[on], records), engines))
         return f"![Times of {', '.join(engines)} and PyTorch for {label}]({_FIGURES}/{name})"
 

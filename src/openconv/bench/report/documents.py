@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -103,11 +104,16 @@ def write_documents(root: Path | None = None) -> dict[Path, bool]:
 
 
 def main() -> int:
-    """Rewrite the generated files; prints which of them changed."""
+    """Rewrite the generated files; prints which of them changed. 1 if a text asks for what nobody has recorded."""
     from .book import write_book
 
     root = results_folder().parents[1]
-    for path, changed in {**write_documents(root), **write_book(root)}.items():
+    try:
+        done = {**write_documents(root), **write_book(root)}
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for path, changed in done.items():
         print(f"{path.name}: {'unchanged' if not changed else 'rewritten' if path.exists() else 'removed'}")
     return 0
 
