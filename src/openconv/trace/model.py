@@ -16,7 +16,7 @@ tile's corner and a place within the tile.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from ..problem import DTYPE_BYTES, Problem
 
 __all__ = [
-    "Axis", "Block", "Launch", "Matrices", "Move", "Names", "Owner", "Step", "Totals", "Trace", "Walk", "element",
-    "elements", "names", "products", "spread", "totals",
+    "Axis", "Block", "Launch", "Matrices", "Move", "Names", "Owner", "Step", "Totals", "Trace", "Walk", "axis_list",
+    "box", "element", "elements", "names", "one", "products", "result_axes", "span", "spread", "totals", "whole",
 ]  # fmt: skip
 
 Ints = NDArray[np.int64]
@@ -285,7 +285,7 @@ def products(problem: Problem, block: Block, terms: Sequence[Walk]) -> tuple[Int
     return x, w, y
 
 
-def elements(trace: Trace, block: Block, move: Move, terms: Sequence[Walk] = ()) -> Ints:
+def elements(trace: Trace, block: Block, move: Move) -> Ints:
     """What a move moves, an element as often as it does; of a workspace, one zero for each."""
     walks = move.over(block)
     at, there = spread(walks)
@@ -359,8 +359,3 @@ def result_axes(problem: Problem, last: bool) -> tuple[Axis, ...]:
 def whole(axes: Sequence[Axis]) -> Walk:
     """All positions of some axes."""
     return Walk(tuple(axes), 0, prod(axis.count for axis in axes))
-
-
-def with_blocks(trace: Trace, blocks: Iterable[Block]) -> Trace:
-    """The trace with other blocks."""
-    return replace(trace, blocks=tuple(blocks))

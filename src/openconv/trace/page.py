@@ -1,8 +1,8 @@
 """The page: one HTML file with the traces of a problem, and of many small ones to choose from. It needs no network.
 
-The page's own parts lie beside this file: ``page.html`` is the frame, ``page.css`` the looks, ``page.js`` what moves
-and ``rule.js`` the rule of :func:`openconv.trace.model.element` once more, by which walks become elements. Traces share
-most of their walks and steps, so that each is stored once, in a pool.
+The page's own parts lie beside this file: ``page.html`` is the frame, ``page.css`` the looks, ``page.js`` what moves.
+``rule.js`` is the rule of :func:`openconv.trace.model.element` once more, by which walks become elements, and
+``sums.js`` adds up what steps do. Traces share most of their walks and steps, so each is stored once, in a pool.
 """
 
 from __future__ import annotations
@@ -261,14 +261,8 @@ def render_page(data: dict[str, Any]) -> str:
     else:  # that no HTML parser can read as the end of its element, or as a comment in it
         kind, text = "plain", text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     page = _part("page.html")
-    parts = {
-        "style": _part("page.css"),
-        "rule": _part("rule.js"),
-        "script": _part("page.js"),
-        "kind": kind,
-        "data": text,
-    }
-    for name, part in parts.items():
+    scripts = {name: _part(f"{file}.js") for name, file in (("rule", "rule"), ("sums", "sums"), ("script", "page"))}
+    for name, part in {"style": _part("page.css"), **scripts, "kind": kind, "data": text}.items():
         page = page.replace(f"/*{name}*/", part)
     return page
 
