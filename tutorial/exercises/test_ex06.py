@@ -20,7 +20,8 @@ def test_tiles_hold_what_windows_read(answer: ModuleType) -> None:
             wanted.append(max(read) - min(read) + 1)
         got = answer.tile(results, taps, stride, dilation)
         if got is None or list(got) != wanted:
-            pytest.fail(f"tile({results}, {taps}, {stride}, {dilation}) is {got}; wanted {tuple(wanted)}", pytrace=False)
+            what = f"tile({results}, {taps}, {stride}, {dilation})"
+            pytest.fail(f"{what} is {got}; wanted {tuple(wanted)}", pytrace=False)
 
 
 def served(words: list[int]) -> int:

@@ -81,5 +81,5 @@ def test_three_products_are_enough(answer: ModuleType, monkeypatch: pytest.Monke
     if sum(calls) != 3 * 32:
         pytest.fail(f"tensor_core was given {sum(calls) / 32:g} products of the whole depth; wanted 3", pytrace=False)
     if sizes[0] > sizes[-1]:
-        text = f"the first product has factors of {sizes[0]:.0e}, the last of {sizes[-1]:.0e}; wanted the small ones first"
-        pytest.fail(text, pytrace=False)
+        seen = f"the first product has factors of {sizes[0]:.0e}, the last of {sizes[-1]:.0e}"
+        pytest.fail(f"{seen}; wanted the small ones first", pytrace=False)
