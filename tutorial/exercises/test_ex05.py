@@ -75,8 +75,8 @@ def test_hand_out(answer: ModuleType, vector: int) -> None:
     for count in (vector, 31 * vector, 32 * vector, 33 * vector, 200 * vector, 1000 * vector):
         loads = answer.hand_out(count, vector)
         what = f"hand_out({count}, {vector})"
-        if any(len(load) != 32 for load in loads):
-            pytest.fail(f"{what}: a load has not 32 entries, one a lane", pytrace=False)
+        if loads is None or any(len(load) != 32 for load in loads):
+            pytest.fail(f"{what} is {loads}; wanted loads of 32 entries, one a lane", pytrace=False)
         taken = sorted(start + i for load in loads for start in load if start is not None for i in range(vector))
         if taken != list(range(count)):
             seen = f"{len(taken)} elements, {len(set(taken))} different ones"

@@ -19,8 +19,9 @@ def test_tiles_hold_what_windows_read(answer: ModuleType) -> None:
             read = {i * stride[axis] + t * dilation[axis] for i in range(results[axis]) for t in range(taps[axis])}
             wanted.append(max(read) - min(read) + 1)
         got = answer.tile(results, taps, stride, dilation)
-        if list(got) != wanted:
-            pytest.fail(f"tile({results}, {taps}, {stride}, {dilation}) is {got}; wanted {wanted}", pytrace=False)
+        if got is None or list(got) != wanted:
+            what = f"tile({results}, {taps}, {stride}, {dilation})"
+            pytest.fail(f"{what} is {got}; wanted {tuple(wanted)}", pytrace=False)
 
 
 def served(words: list[int]) -> int:

@@ -66,11 +66,12 @@ def test_products_are_as_good_as_f32(answer: ModuleType, depth: int) -> None:
 
 
 def test_three_products_are_enough(answer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls, sizes = [], []
     core = answer.tensor_core
 
     def counted(sums: Array, a: Array, b: Array) -> Array:
         calls.append(a.shape[1])
+        sizes.append(float(np.abs(a).mean() * np.abs(b).mean()))
         return core(sums, a, b)
 
     monkeypatch.setattr(answer, "tensor_core", counted)
@@ -79,3 +80,6 @@ def test_three_products_are_enough(answer: ModuleType, monkeypatch: pytest.Monke
     answer.multiply(x, w)
     if sum(calls) != 3 * 32:
         pytest.fail(f"tensor_core was given {sum(calls) / 32:g} products of the whole depth; wanted 3", pytrace=False)
+    if sizes[0] > sizes[-1]:
+        seen = f"the first product has factors of {sizes[0]:.0e}, the last of {sizes[-1]:.0e}"
+        pytest.fail(f"{seen}; wanted the small ones first", pytrace=False)
