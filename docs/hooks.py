@@ -43,6 +43,7 @@ FIRST_LINES = 200
 _LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|^ {0,3}\[[^\]]+\]:\s*<?([^\s>]+)")
 _LINES = re.compile(r"L(\d+)(-L\d+)?")
 _SITE = re.compile(r"<!--\s*site:\s*(.*?)\s*-->")
+_CLOSE = re.compile(r"(?<=\S)(?=<!--\s*site:)")  # a sentence of the site's own, right behind another one
 _NUMBER = re.compile(r"<!--=.*?-->|<!--/-->")
 _PATTERN = re.compile(r"[*?\[]")
 
@@ -216,7 +217,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         log.error(f"{_site.places.get(uri, uri)}: {error}")
     lines = markdown.splitlines()
     for number, line in unfenced(markdown):
-        lines[number - 1] = _SITE.sub(r"\1", _NUMBER.sub("", line))
+        lines[number - 1] = _SITE.sub(r"\1", _CLOSE.sub(" ", _NUMBER.sub("", line)))
     return "\n".join(lines) + "\n"
 
 

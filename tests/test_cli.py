@@ -423,9 +423,16 @@ def test_demo_shows_a_wrong_engine_and_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(openconv.demo.run, "FILTERS", (("box", 3),))
     monkeypatch.setattr(openconv.demo.run, "check_problems", lambda quick, kind: problems)
     monkeypatch.setattr(openconv.demo.run, "race_layers", lambda quick, kind: [])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "venv"))
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "activate").touch()
     result = run("demo", "--quick", "--out", tmp_path)
     assert result.exit_code == 1, result.output
     assert "WRONG" in result.stdout
+    assert "nothing to check" in result.stdout  # of engines that refused the one problem: they are not right
+    assert not re.search(r"^│ [a-z0-9_.]+ +│ +0 │.*right", result.stdout, re.MULTILINE)
+    assert "what to run next, after '. " in result.stdout
     assert f"cpu.naive: {problems[0]}" in json.loads((tmp_path / "results.json").read_text())["wrong"][0]
     assert "1 wrong" in (tmp_path / "openconv-demo.html").read_text()
 

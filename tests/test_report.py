@@ -172,6 +172,12 @@ def test_the_printed_tables_show_losses_and_wrong_results():
     assert "4000 us" in every  # a peer's own time, where there is no engine
 
 
+def test_problems_given_as_text_are_told_apart_by_it():
+    given = printed(*layer_tables(Run("cpu-x", [changed(LOSS, suite="given"), changed(WIN, suite="given")])))
+    assert DENSE in given
+    assert PADDED in given
+
+
 def test_choices_by_measurement_say_what_the_heuristic_would_lose():
     tuned = changed(WIN, source="database", heuristic="cpu.b")
     near = changed(WIN, source="neighbour", heuristic="cpu.a", problem=DENSE)

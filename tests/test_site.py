@@ -59,6 +59,8 @@ The [code](../src/a.py), its [second line](../src/a.py#L2), the [folder](../src)
 [notes](../NOTES.md), the [notebook](../book.ipynb), and in code `[no](../link.py)`.
 
 <!-- site: [The report](report/report.html). -->
+
+A sentence.<!-- site: One for the site. -->
 """,
     "tutorial/01_one.md": """\
 # One
@@ -119,6 +121,7 @@ def test_links_of_the_repository_lead_through_the_site(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert f'href="{link}"' in home
     assert "[no](../link.py)" in home  # code is no link
+    assert "A sentence. One for the site." in home
     assert 'id="__codelineno-0-2"' in (site / "source/src/a.py.html").read_text()
     notes = (site / "source/NOTES.html").read_text()
     assert 'href="src/a.py.html"' in notes  # a page that is shown is a page: its links lead on

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,10 +67,10 @@ def test_every_chapter_shows_shipped_sources_and_recorded_numbers():
         assert "<!-- table: " in text or "<!--= " in text, f"{page.name} has no recorded number"
 
 
-def _grade(*options: str) -> subprocess.CompletedProcess[str]:
+def _grade(*options: str, folder: Path = ROOT / "tutorial" / "exercises") -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "--tb=line", *options]
     return subprocess.run(
-        [*words, str(ROOT / "tutorial" / "exercises")], cwd=ROOT, capture_output=True, text=True, timeout=600,
+        [*words, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=600,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
 
@@ -88,3 +89,17 @@ def test_what_nobody_filled_in_fails_and_says_whose_turn_it_is():
     assert "ERROR" not in graded.stdout
     said = graded.stdout.count("your turn")
     assert said >= len(NUMBERS), graded.stdout[-4000:]
+
+
+def test_a_forgotten_return_is_said_in_a_sentence(tmp_path):
+    """Of the first chapters, which are a learner's first meeting with the graders: no TypeError of the grader's own."""
+    for source in (ROOT / "tutorial" / "exercises").glob("*ex0[1-4].py"):
+        empty = re.sub(r"raise NotImplementedError\(.*\)", "pass", source.read_text())
+        (tmp_path / "tutorial" / "exercises" / source.name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tutorial" / "exercises" / source.name).write_text(empty)
+    shutil.copy(ROOT / "tutorial" / "exercises" / "conftest.py", tmp_path / "tutorial" / "exercises")
+    graded = _grade(folder=tmp_path / "tutorial" / "exercises")
+    assert graded.returncode == 1, graded.stdout[-4000:]
+    assert "TypeError" not in graded.stdout, graded.stdout[-4000:]
+    assert "filter_once returned None; wanted rows" in graded.stdout
+    assert "turns(132, 1, 132) is None; wanted (1, 1.0)" in graded.stdout

@@ -57,7 +57,10 @@ def test_filter_once(answer: ModuleType) -> None:
             reads.append(i)
             return x[i].copy()
 
-        got = [np.array(one) for one in answer.filter_once(row, height, w)]
+        rows = answer.filter_once(row, height, w)
+        if rows is None:
+            pytest.fail("filter_once returned None; wanted rows, one `yield` for each", pytrace=False)
+        got = [np.array(one) for one in rows]
         wanted = F.conv2d(torch.from_numpy(x)[None, None], torch.from_numpy(w)[None, None])[0, 0].numpy()
         if np.shape(got) != wanted.shape:
             pytest.fail(f"{case}: the rows make {np.shape(got)}; wanted {wanted.shape}", pytrace=False)
@@ -79,7 +82,7 @@ def test_filter_once_keeps_little(answer: ModuleType) -> None:
         w, most = generator.standard_normal((R, 3)), 2 * R + 8
         tracemalloc.start()
         try:
-            rows = sum(1 for _ in answer.filter_once(lambda i: np.full(width, float(i)), 300, w))
+            rows = sum(1 for _ in answer.filter_once(lambda i: np.full(width, float(i)), 300, w) or ())
             kept = tracemalloc.get_traced_memory()[1] / (8 * width)
         finally:
             tracemalloc.stop()

@@ -66,5 +66,5 @@ def test_turns(answer: ModuleType) -> None:
         count = max(ends)
         wanted = count, sum(ends) / (count * len(ends))
         got = answer.turns(blocks, per_sm, sms)
-        if tuple(got) != pytest.approx(wanted):
+        if got != pytest.approx(wanted):
             pytest.fail(f"turns{(blocks, per_sm, sms)} is {got}; wanted {wanted}", pytrace=False)

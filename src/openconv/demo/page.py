@@ -277,7 +277,7 @@ def _checks(found: Findings) -> str:
             verdict = '<span class="fast">right</span>' if check.taken else "nothing to check"
         name = f"<b>{escape(check.name)}</b><br><small>{escape(check.summary)}</small>"
         worst = f"{100 * check.worst:.0f} %" if math.isfinite(check.worst) else "not finite"
-        rows.append([name, str(check.taken), str(check.refused), worst, verdict])
+        rows.append([name, str(check.taken), str(check.refused), worst if check.taken else "-", verdict])
     table = _table(["engine", "results checked", "refused", "worst error, of its bound", "verdict"], rows, [1, 2, 3])
     return (
         "<section>\n<h2>Right</h2>\n<p>Every engine ran every small problem that it takes, over forward and both "

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import platform
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,8 +145,9 @@ def _ratio(value: float | None) -> str:
 def _filter_table(filters: list[FilterResult]) -> Table:
     height, width, _ = filters[0].picture.pixels.shape
     table = Table(title=f"Picture filters, {height} x {width}, f32", title_justify="left")
+    table.caption = "x torch: how many times as fast; off by: grey levels from the filter in float64"
     table.add_column("filter")
-    for name in ("openconv", "PyTorch", "OpenCV", "x PyTorch", "x OpenCV", "off by"):
+    for name in ("openconv", "PyTorch", "OpenCV", "x torch", "x OpenCV", "off by"):
         table.add_column(name, justify="right")
     for f in filters:
         times = [seconds_text(f.seconds[who]) if who in f.seconds else "-" for who in ("openconv", "torch", "opencv")]
@@ -155,6 +158,7 @@ def _filter_table(filters: list[FilterResult]) -> Table:
 
 def _check_table(checks: list[EngineCheck], problems: int) -> Table:
     table = Table(title=f"Every engine against PyTorch in float64, {problems} problems", title_justify="left")
+    table.caption = "worst / bound: the largest error, of what the engine promises at most"
     table.add_column("engine")
     for name in ("taken", "refused", "worst / bound"):
         table.add_column(name, justify="right")
@@ -162,6 +166,8 @@ def _check_table(checks: list[EngineCheck], problems: int) -> Table:
     for check in checks:
         worst = percent_text(check.worst) if math.isfinite(check.worst) else "not finite"
         verdict = "[green]right" if not check.wrong else f"[bold red]{len(check.wrong)} WRONG"
+        if not check.taken:
+            worst, verdict = "-", "nothing to check"
         table.add_row(check.name, str(check.taken), str(check.refused), worst, verdict)
     return table
 
@@ -170,7 +176,7 @@ def _race_table(records: list[Record], place: torch.device, *, roomy: bool) -> T
     table = Table(title=f"Layers: {layers_text(place.type)}", title_justify="left")
     for name in ("layer", "engine chosen"):
         table.add_column(name, no_wrap=True)
-    for name in ("openconv", "PyTorch", "x PyTorch"):
+    for name in ("openconv", "PyTorch", "x torch"):
         table.add_column(name, justify="right", no_wrap=True)
     if roomy:
         table.add_column("others, times as long")
@@ -198,7 +204,10 @@ def _close(console: Console, found: Findings, page: Path) -> None:
         console.print(found.busy, style="yellow", highlight=False)
     console.print(f"\nopen [bold]{page}[/bold]", soft_wrap=True)
     console.print("the pictures, speed.png and results.json lie next to it")
-    console.print("what to run next:")
+    activate = Path(sys.prefix, "bin", "activate")
+    unknown = shutil.which("openconv") is None and activate.exists()  # `make demo` does not change the user's PATH
+    first = f", after '. {os.path.relpath(activate)}'" if unknown else ""
+    console.print(f"what to run next{first}:", highlight=False, soft_wrap=True)
     for command, text in NEXT_COMMANDS:
         console.print(f"  [bold]{command}[/bold]", highlight=False)
         console.print(f"      {text}", style="dim", highlight=False)

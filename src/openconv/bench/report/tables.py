@@ -284,7 +284,8 @@ def _suite_table(run: Run, title: str, records: Sequence[Record]) -> Table:
         own = _microseconds(r.seconds[r.chosen]["median"]) if r.chosen in r.seconds else "-"
         regret = f"{r.regret:.2f}" if r.chosen in r.seconds else "-"
         share = [_percent(r.roofline.get(r.chosen or run.reference)) or "-"] * shares
-        words = (escape(r.label), f"{problem.direction} n{problem.n} {problem.dtypes[0]} {problem.layouts[0]}")
+        label = r.problem if r.suite == "given" else r.label  # a problem given as text has no name but its text
+        words = (escape(label), f"{problem.direction} n{problem.n} {problem.dtypes[0]} {problem.layouts[0]}")
         others = [peer for peer in r.peers if peer != run.reference]
         fastest = min(others, key=lambda peer: r.seconds[peer]["median"], default=None)
         against = f"{_against(r, fastest)} {escape(fastest)}" if fastest else ""
