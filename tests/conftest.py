@@ -24,6 +24,10 @@ settings.load_profile("ci")
 _GPU_TESTS = Path(__file__).parent / "gpu"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite", action="store_true", help="put what code blocks of pages print below them")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What lies in tests/gpu carries the marker; what carries it is skipped where there is no device."""
     for item in items:

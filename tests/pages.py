@@ -54,8 +54,8 @@ def facts(text: str) -> list[str]:
 
 def run_page(path: Path, capsys: pytest.CaptureFixture[str], names: dict[str, Any]) -> int:
     """Run every Python block in the namespace ``names``, and compare what it prints with the text block behind it.
-    Without a GPU, ``device="cuda"`` in a block is the CPU; with one, what such a block prints is not compared. The
-    number of blocks that ran."""
+    Without a GPU, ``device="cuda"`` in a block is the CPU; with one, what such a block prints is not compared. With
+    pytest's option --rewrite the page gets what was printed instead. The number of blocks that ran."""
     gpu, where = torch.cuda.is_available(), path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
     torch.manual_seed(0)
     capsys.readouterr()
@@ -66,10 +66,19 @@ def run_page(path: Path, capsys: pytest.CaptureFixture[str], names: dict[str, An
         code = block.text if gpu else block.text.replace('device="cuda"', 'device="cpu"')
         exec(compile("\n" * block.line + code, str(path), "exec"), names)
         printed = capsys.readouterr().out
-        if block.shown is not None and not (gpu and '"cuda"' in code):
-            assert facts(printed) == facts(block.shown), f"{where}:{block.line} prints\n{printed}"
+        if block.shown is not None and not (gpu and '"cuda"' in code) and facts(printed) != facts(block.shown):
+            assert capsys.request.config.getoption("--rewrite"), f"{where}:{block.line} prints\n{printed}"
+            path.write_text(rewritten(path.read_text(), block, printed))
         count += 1
     return count
+
+
+def rewritten(page: str, block: Block, printed: str) -> str:
+    """The page with what a Python block printed in its text block; neither may be indented."""
+    assert block.shown is not None
+    at = page.index(f"```text\n{block.shown}```", page.index(block.text)) + len("```text\n")
+    lines = "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
+    return page[:at] + lines + page[at + len(block.shown) :]
 
 
 def command_lines(page: Path) -> Iterator[tuple[int, list[str]]]:

@@ -10,7 +10,7 @@ import torch
 
 import openconv
 from openconv.engine import engines, unregister
-from tests.pages import ROOT, command_lines, parse_command, run_page
+from tests.pages import ROOT, blocks, command_lines, parse_command, rewritten, run_page
 
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "tutorial").glob("*.md"))]
@@ -28,6 +28,15 @@ def test_code_runs_and_prints_what_the_guide_shows(page, capsys, tmp_path, monke
         for engine in set(engines()) - set(before):
             unregister(engine.name)
     assert engines() == before
+
+
+def test_what_a_block_prints_takes_the_place_of_what_it_printed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```text\n3\n```\n\n```python\nprint(2 + 2)\n```\n\n```text\n3\n```\n\n```text\n3\n```\n")
+    found = [block for block in blocks(page) if block.language == "python"]
+    assert [block.shown for block in found] == ["3\n"]
+    changed = rewritten(page.read_text(), found[0], "4   \nand\n")
+    assert changed == "```text\n3\n```\n\n```python\nprint(2 + 2)\n```\n\n```text\n4\nand\n```\n\n```text\n3\n```\n"
 
 
 def test_there_are_guides():

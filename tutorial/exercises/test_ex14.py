@@ -95,4 +95,5 @@ def test_bytes(answer: ModuleType, seed: int) -> None:
         alone.kernel(*[y] * (3 if step == "residual" else 2))
     fused.kernel(x, y, *[y for step in steps if step == "residual"])
     got = answer.passes(x, y, list(steps), size)
-    assert tuple(got) == (alone.bytes, fused.bytes), f"{x} to {y} values of {size} bytes, {steps}: {got}"
+    wanted = alone.bytes, fused.bytes
+    assert tuple(got) == wanted, f"{x} to {y} values of {size} bytes, {steps}: {got}; wanted {wanted}"

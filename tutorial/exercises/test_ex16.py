@@ -50,8 +50,9 @@ def _bits(values: Any) -> list[int]:
 @pytest.mark.parametrize("terms", [1, 2, 3, 4, 5, 8, 9, 100, 1024, 1025, 2304, 10**6])
 def test_bounds(answer: ModuleType, terms: int) -> None:
     chain, pairs = answer.bounds(terms)
-    assert chain == pytest.approx((terms - 1) * 2.0**-24), f"{terms} terms in a chain: {chain}"
-    assert pairs == pytest.approx(ceil(log2(terms)) * 2.0**-24), f"{terms} terms pairwise: {pairs}"
+    for name, got, additions in (("in a chain", chain, terms - 1), ("pairwise", pairs, ceil(log2(terms)))):
+        wanted = additions * 2.0**-24
+        assert got == pytest.approx(wanted), f"{terms} terms {name}: {got}; wanted {wanted}, {additions} additions"
 
 
 @pytest.mark.parametrize("seed", range(20))
