@@ -63,8 +63,8 @@ def test_the_table_has_a_row_an_engine_and_torch_last(results):
     lines = Book(results).fill(text).splitlines()
     assert lines[0] == text.splitlines()[0]
     assert lines[-1] == "<!-- end -->"
-    assert lines[2] == "| times, and times as fast as cuDNN | fprop | wgrad |"
-    assert lines[4] == "| `cuda.naive` | 40.0 us, 0.50 | 40.0 us, 0.50 |"
+    assert lines[2] == "| time (times as fast as cuDNN) | fprop | wgrad |"
+    assert lines[4] == "| `cuda.naive` | 40.0 us (0.50) | 40.0 us (0.50) |"
     assert lines[6] == "| PyTorch (cuDNN) | 20.0 us | 20.0 us |"
 
 
@@ -72,7 +72,7 @@ def test_a_label_may_hold_the_pass(tmp_path):
     both = [record(way, label=f"image_{way}") for way in ("fprop", "wgrad")]
     write(tmp_path / DEVICES["h200"] / "first_rungs.jsonl", both)
     text = '<!-- table: rungs("image_{}", "cuda.naive", suite="first_rungs") -->\n<!-- end -->\n'
-    assert "| `cuda.naive` | 40.0 us, 0.50 | 40.0 us, 0.50 |" in Book(tmp_path).fill(text)
+    assert "| `cuda.naive` | 40.0 us (0.50) | 40.0 us (0.50) |" in Book(tmp_path).fill(text)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ class Book:
             if not any(cell != "-" for cell in cells):
                 raise ValueError(f"{who} has no time in any pass of {label!r}")
             rows.append([titles.get(who, f"`{who}`"), *cells])
-        return markdown_table([f"times, and times as fast as {vendor}", *passes], rows)
+        return markdown_table([f"time (times as fast as {vendor})", *passes], rows)
 
     def _passes(self, label: str, on: str, suite: str, batch: int | None) -> dict[str, Record]:
         found = [
@@ -217,7 +217,7 @@ class Book:
         if took is None:
             return "-"
         reference = record.seconds.get("torch")
-        share = f", {_times(reference['median'] / took['median'])}" if reference and who != "torch" else ""
+        share = f" ({_times(reference['median'] / took['median'])})" if reference and who != "torch" else ""
         return seconds_text(took["median"]) + share
 
     def bars(self, label: str, *engines: str, on: str = "h200", suite: str = "ladder", batch: int | None = None) -> str:
