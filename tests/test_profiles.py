@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
 from openconv.bench import profiles
 from openconv.bench.profiles import ProfileRecord, parse, profile, read_profiles, rows, write_profiles
+from openconv.cli import app
 from openconv.problem import Problem
 
 HEAD = (
@@ -101,6 +104,13 @@ def test_a_profiler_that_does_not_profile_is_an_error_with_its_words(tmp_path, t
 def test_no_profiler_is_an_error():
     with pytest.raises(RuntimeError, match="is not on PATH"):
         profile(JOBS, ncu="no-such-ncu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to profile on")
+def test_the_command_without_a_gpu_is_one_line():
+    done = CliRunner().invoke(app, ["profile", "ladder:photo_3x3", "--engine", "cuda.naive"])
+    assert done.exit_code == 2
+    assert "finds no CUDA device" in done.output
 
 
 def test_records_are_kept_apart(tmp_path):
