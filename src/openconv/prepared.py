@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LIMIT", "forget", "kept", "kept_bytes", "prepared"]
+__all__ = ["LIMIT", "forget", "kept", "kept_bytes", "prepared", "prepared_if_seen"]
 
 LIMIT = 1 << 30
 """Bytes that are kept at most; what was used least lately goes first."""
@@ -65,20 +65,31 @@ def prepared(w: Tensor, key: Hashable, make: Callable[[Tensor], object], spare: 
 
     ``key`` says what is made: the engine, and all that it depends on besides the numbers of ``w``.
     """
+    made = prepared_if_seen(w, key, make, lambda: torch.empty_like(spare))
+    if made is None:
+        make(spare)
+        made = spare
+    return made
+
+
+def prepared_if_seen(
+    w: Tensor, key: Hashable, make: Callable[[Tensor], object], empty: Callable[[], Tensor]
+) -> Tensor | None:
+    """The same for what is not worth making for one call: None for filters that are seen for the first time. From the
+    second on it is kept, in what ``empty`` returns."""
     made = kept(w, key)
     if made is not None:
         return made
     place = (w.data_ptr(), w.dtype, key)
     entry = _entries.get(place)
     if entry is not None and _is_same(w, entry):
-        return _keep(place, entry, make, spare)
-    make(spare)
+        return _keep(place, entry, make, empty())
     version = _version(w)
     if version is not None and not w.is_shared():
         with _lock:
             _entries[place] = _Entry(weakref.ref(w.untyped_storage(), _freed(place)), version, _sample(w).clone())
             _shrink()
-    return spare
+    return None
 
 
 def forget() -> None:
@@ -93,8 +104,7 @@ def kept_bytes() -> int:
         return sum(entry.made.nbytes for entry in _entries.values() if entry.made is not None)
 
 
-def _keep(place: Hashable, entry: _Entry, make: Callable[[Tensor], object], spare: Tensor) -> Tensor:
-    made = torch.empty_like(spare)
+def _keep(place: Hashable, entry: _Entry, make: Callable[[Tensor], object], made: Tensor) -> Tensor:
     make(made)
     with _lock:
         if _entries.get(place) is entry:

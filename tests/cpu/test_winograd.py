@@ -78,6 +78,30 @@ def test_right_with_every_transform_and_way(direction):
             check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, WinogradKnobs(m, way, tiles)))
 
 
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_many_filters_are_made_when_they_come_again(layout, monkeypatch):
+    """Those that would not fit a cache are transformed on the fly as long as it may be for one call; same bits."""
+    monkeypatch.setattr(winograd, "FAR", 0)
+    winograd._plan.cache_clear()
+    problem = make("n3 c20 h9 w16 k70 r3 s3 pad1 g2", "fprop", "f32", layout)
+    candidate = with_knobs(ENGINE, problem, WinogradKnobs(4, "kept", 6))
+    kept, fly = (
+        make_plan(problem, this_device(), Policy(), with_knobs(ENGINE, problem, WinogradKnobs(4, way, 6)))
+        for way in ("kept", "fly")
+    )
+    check_engine(ENGINE, problem, candidate=candidate)
+    inputs, before = random_inputs(problem), prepared.kept_bytes()
+    results, sizes = [], []
+    for _ in range(3):
+        results.append(kept(inputs.a, inputs.b))
+        sizes.append(prepared.kept_bytes() - before)
+    assert sizes[0] == 0 < sizes[1] == sizes[2]
+    assert all(torch.equal(y, fly(inputs.a, inputs.b)) for y in results)
+    inputs.b.mul_(2)
+    assert torch.equal(kept(inputs.a, inputs.b), 2 * results[0])
+    winograd._plan.cache_clear()
+
+
 @given(problems(directions=("fprop", "dgrad"), ranks=(2,), layouts=("nhwc",), groups=(1, 2)))
 @settings(max_examples=15)
 def test_right_on_random_problems(problem):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
-from ..prepared import prepared
+from ..prepared import prepared, prepared_if_seen
 from ..problem import DTYPE_BYTES, Problem
 from ..winograd import Transform, error_bound, transform
 from . import winograd_kernels as kernels
@@ -93,15 +93,18 @@ class Winograd(Engine):
         return tuple(knobs for m in sorted(sizes, key=lambda m: m != usual) for knobs in _knobs(problem, device, m))
 
     def cost(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> float:
-        # Cycles of one core, measured on two cores of a Zen 5 with AVX2 and AVX-512: for a vector of channels of a tile
-        # and for the whole; see docs/kernels.md. The nominal matrix rate is half of what these products reach.
-        plan = _plan(problem, device, knobs)
-        clock = device.vector_rate / 1.2 / device.threads / (2 * device.lanes)
         # A margin of 25 us in favour of plain sums: what is over sooner is not worth other roundings.
-        return 37e-6 + problem.groups * plan.cycles(device.bandwidth / clock) / clock
+        return 37e-6 + _seconds(problem, device, knobs)
 
     def build(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> Runner:
         return _plan(problem, device, knobs).runner()
+
+
+def _seconds(problem: Problem, device: Device, knobs: WinogradKnobs) -> float:
+    # Cycles of one core, measured on two cores of a Zen 5 with AVX2 and AVX-512: for a vector of channels of a tile and
+    # for the whole; see docs/kernels.md. The nominal matrix rate is half of what these products reach.
+    clock = device.vector_rate / 1.2 / device.threads / (2 * device.lanes)
+    return problem.groups * _plan(problem, device, knobs).cycles(device.bandwidth / clock) / clock
 
 
 # Cycles for a vector of channels of a tile: of BT on a tile, of AT back, of G on a filter; and a run of sums to dw.
@@ -140,12 +143,15 @@ def _knobs(problem: Problem, device: Device, m: int) -> Iterator[WinogradKnobs]:
     kept = max(24, min(96, device.cache_bytes // (points * depth * size)))
     ways = [WinogradKnobs(m, "kept", kept), WinogradKnobs(m, "fly", 96), WinogradKnobs(m, "kept", 2 * kept)]
     if problem.direction == "dgrad":  # made in each call: by the tasks themselves, unless each has to make them again
-        fly = tiles <= 192 or filters > 16 << 20
-    else:
-        fly = filters > 16 << 20  # they would come from memory, four times as many as there were
-    if fly:
-        ways[0], ways[1] = ways[1], ways[0]
+        if tiles <= 192 or filters > FAR:
+            ways[0], ways[1] = ways[1], ways[0]
+    elif filters > FAR:  # they come from memory, four times as many as there were
+        ways.sort(key=lambda way: _seconds(problem, device, way))
     yield from (*ways, WinogradKnobs(m, "kept", 24), WinogradKnobs(m, "fly", 24), WinogradKnobs(m, "fly", 6))
+
+
+FAR = 16 << 20
+"""Bytes of transformed filters from which on they are far away."""
 
 
 def _m(taps: int, m: int) -> int:
@@ -347,7 +353,13 @@ class _Forward:
         }  # fmt: skip
         self.words = words
         self.u_bytes = 0 if self.fly else s.points * u_point * self.blocks
+        # Filters that would fill more than a cache are kept, but not made for a single call: 9 ms for 512 to 512.
+        self.first: _Forward | None = None
+        if problem.direction == "fprop" and s.groups * self.u_bytes > FAR:
+            self.first = _Forward(problem, device, WinogradKnobs(knobs.m, "fly", 96))
         self.workspace = 64 + s.groups * self.u_bytes + s.threads * self.thread_bytes
+        if self.first:
+            self.workspace = max(64 + s.threads * self.thread_bytes, self.first.workspace)
 
     def cycles(self, per_cycle: float) -> float:
         """Predicted time of a group of channels, in cycles; `per_cycle`: bytes that memory moves in one."""
@@ -359,7 +371,7 @@ class _Forward:
         filters, memory = 0.0, 0.0
         u_bytes = s.points * s.vectors * s.L * outs * s.line
         if self.fly:
-            filters = self.chunks * s.c * outs * _FILTER[m] * 1.2
+            filters = self.chunks * s.c * outs * _FILTER[m] * 1.5
         else:
             far = 0.1 if u_bytes <= 8 << 20 else 0.5 if u_bytes <= 24 << 20 else 0.9  # of a cache that cores share
             memory = far * u_bytes * self.chunks / (3 * per_cycle)
@@ -390,11 +402,12 @@ class _Forward:
         key = (Winograd.name, s.points, s.h.m, s.w.m, problem.w_shape, problem.layouts[1], groups)
 
         number, shares = numbering(threads), [0] * threads  # a counter for each thread's share of the tasks
+        first_time = self.first.runner() if self.first else None
 
         def run(a: Tensor, b: Tensor, out: Tensor, workspace: Tensor | None, bias: Tensor | None,
                 residual: Tensor | None = None) -> None:  # fmt: skip
             base = _aligned(workspace)
-            scratch = base + groups * u_bytes
+            scratch = base if first_time else base + groups * u_bytes
             if filters is None:
                 u, u_step = b.data_ptr(), w_g
             else:
@@ -408,13 +421,18 @@ class _Forward:
                             threads,
                         )
 
-                start = base - workspace.data_ptr()
-                spare = workspace[start : start + groups * u_bytes]
-                if turned:
-                    make(spare)
-                    made = spare
+                if first_time:
+                    later = prepared_if_seen(b, key, make, lambda: torch.empty(groups * u_bytes, dtype=torch.uint8))
+                    if later is None:
+                        return first_time(a, b, out, workspace, bias, residual)
+                    made = later
                 else:
-                    made = prepared(b, key, make, spare)
+                    start = base - workspace.data_ptr()
+                    made = workspace[start : start + groups * u_bytes]
+                    if turned:
+                        make(made)
+                    else:
+                        made = prepared(b, key, make, made)
                 u, u_step = made.data_ptr(), u_bytes
             x, y = a.data_ptr(), out.data_ptr()
             first = 0 if bias is None else bias.data_ptr()
