@@ -52,6 +52,15 @@ def _seeds() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of engines has one row: to ask all of them takes half a minute."""
+    from openconv import support
+    from openconv.engine import engine_named
+
+    monkeypatch.setattr(support, "engines", lambda: (engine_named("cpu.naive"),))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Whether a GPU has tested the CUDA sources as they are."""
     from tests.verified import summary

@@ -32,6 +32,7 @@ from openconv.bench.report.tables import (
     summary,
 )
 from openconv.bench.results import Record, write
+from openconv.engine import engines
 
 DENSE = "fprop n1 c8 h9 w9 k8 r3 s3 f32 nchw"
 PADDED = "fprop n1 c8 h9 w9 k8 r3 s3 pad1 f32 nchw"
@@ -270,8 +271,7 @@ def test_only_the_marked_part_of_a_text_is_replaced():
 def checkout(tmp_path: Path) -> Path:
     """A checkout with the files that documents are made of."""
     (tmp_path / "docs" / "results").mkdir(parents=True)
-    parts = "".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in ("engines", "results"))
-    (tmp_path / "README.md").write_text(parts)
+    (tmp_path / "README.md").write_text("<!-- begin results -->\n<!-- end results -->\n")
     folder = tmp_path / "benchmarks" / "results"
     write(folder / "cpu-big" / "some.jsonl", [LOSS, changed(WIN, source="database", heuristic="cpu.b"), WRONG])
     write(folder / "cpu-small" / "some.jsonl", [changed(WIN, machine=MACHINE | {"kept_bytes": 0})])
@@ -279,6 +279,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("one_engine")
 def test_the_documents_show_every_machine_and_the_readme_the_best_recorded(tmp_path):
     root = checkout(tmp_path)
     stale = root / "docs" / "results" / "cpu-gone.md"
@@ -290,8 +291,8 @@ def test_the_documents_show_every_machine_and_the_readme_the_best_recorded(tmp_p
     assert "**Some CPU, AVX2, 2 threads, torch 2.0**, against torch; [every layer](docs/results/cpu-big.md)" in readme
     assert "| some | **2.00** (0.50 to 8.00), 1 of 2 slower |  |  |" in readme
     assert "- [Some CPU, AVX2, 2 threads, torch 2.0, every result on new memory](docs/results/cpu-small.md)" in readme
-    assert "| other | fprop | 1 | 4.00 | 2.00 | 50% |" in readme
-    assert "cpu.naive" in readme
+    assert "[every layer](docs/results/cuda-x.md)" in readme
+    assert "[`cpu.naive`](../src/openconv/cpu/naive.py)" in (root / "docs" / "engines.md").read_text()
     results = (root / "docs" / "results.md").read_text()
     assert "choice by predicted cost alone would take 2.000 times as long" in results
     assert "(report/report.html)" in results
@@ -304,6 +305,11 @@ def test_the_tables_of_the_documents_are_those_of_the_records():
     for path, text in wanted.items():
         assert path.read_text() == text, f"{path.name} is not what the records say; run `make docs`"
     assert set((ROOT / "docs" / "results").glob("*.md")) <= set(wanted)
+
+
+def test_the_readme_names_every_engine():
+    text = (ROOT / "README.md").read_text()
+    assert [engine.name for engine in engines() if f"`{engine.name}`" not in text] == []
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def explain(
 @app.command()
 def engines(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="print a Markdown table")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:
     """List the engines: what each one is, what it takes, what it needs."""
     from .support import support_markdown, support_rich, support_table

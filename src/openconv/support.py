@@ -221,15 +221,16 @@ def _file(row: EngineSupport) -> str:
     return "openconv/" + row.source.replace("\\", "/").rpartition("openconv/")[2]
 
 
-def support_markdown(rows: list[EngineSupport] | None = None) -> str:
-    """The table in Markdown, with paths from the root of the repository."""
-    rows = support_table() if rows is None else rows
-    head = ["engine", "what it is", *(name for name, _ in _cells(rows[0]))]
+def support_markdown(rows: list[EngineSupport], root: str = "") -> str:
+    """The table in Markdown, and below it what each engine needs; ``root`` leads from the page to that of the
+    repository."""
+    head = ["engine", "what it is", *(name for name, _ in _cells(rows[0]) if name != "needs")]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
-        link = f"[`{row.name}`](src/{_file(row)})"
-        cells = [link, row.summary, *(text for _, text in _cells(row))]
+        cells = [f"[`{row.name}`]({root}src/{_file(row)})", row.summary]
+        cells += [text for name, text in _cells(row) if name != "needs"]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += ["", "What they need:", "", *(f"- `{row.name}`: {dict(_cells(row))['needs']}" for row in rows)]
     return "\n".join(lines) + "\n"
 
 
