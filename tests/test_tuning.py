@@ -382,6 +382,13 @@ def test_tune_measures_problems_once_and_goes_on_where_it_ended():
     openconv.tune(problems, budget="60s", progress=lambda at, of, tuned: told.append((at, of, tuned.state)))
     assert told == [(1, 3, "measured"), (2, 3, "measured"), (3, 3, "no choice")]
     assert [t.state for t in openconv.tune(problems, budget=0.5)] == ["known", "known", "no choice"]
+    store = database.user_store()
+    found = store.load().devices[DEVICE.key][str(problems[0])]
+    old = dataclasses.replace(found.best, version="of before", seconds=found.best.seconds / 2)
+    before = Database()
+    before.put(DEVICE.key, str(problems[0]), Entry((old,), found.when))
+    store.update(before)  # the fastest is of code that has changed since, another one's time still holds
+    assert [t.state for t in openconv.tune(problems, budget=0.5)] == ["measured", "known", "no choice"]
     assert [t.state for t in openconv.tune(problems[:1], budget=0.5, again=True)] == ["measured"]
     with pytest.raises(TypeError, match="takes no example inputs"):
         openconv.tune(problems, torch.zeros(1))

@@ -115,7 +115,7 @@ def _tune(
     writable: Callable[[], None],
 ) -> Tuned:  # fmt: skip
     known = store.load().devices.get(device.key, {}).get(str(core))
-    if known is not None and not again and known.is_current(version_of):
+    if known is not None and not again and version_of(known.best.engine) == known.best.version:
         return Tuned(core, "known", known)
     try:
         heuristic = choose(core, device, replace(policy, tuning="off")) if not core.is_empty else None
