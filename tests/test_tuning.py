@@ -384,10 +384,10 @@ def test_tune_measures_problems_once_and_goes_on_where_it_ended():
     assert [t.state for t in openconv.tune(problems, budget=0.5)] == ["known", "known", "no choice"]
     store = database.user_store()
     found = store.load().devices[DEVICE.key][str(problems[0])]
-    old = dataclasses.replace(found.best, version="of before", seconds=found.best.seconds / 2)
+    old = dataclasses.replace(found.measured[-1], version="of before")
     before = Database()
     before.put(DEVICE.key, str(problems[0]), Entry((old,), found.when))
-    store.update(before)  # the fastest is of code that has changed since, another one's time still holds
+    store.update(before)  # one is of code that has changed since, the times of others still hold
     assert [t.state for t in openconv.tune(problems, budget=0.5)] == ["measured", "known", "no choice"]
     assert [t.state for t in openconv.tune(problems[:1], budget=0.5, again=True)] == ["measured"]
     with pytest.raises(TypeError, match="takes no example inputs"):

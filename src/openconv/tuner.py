@@ -115,7 +115,7 @@ def _tune(
     writable: Callable[[], None],
 ) -> Tuned:  # fmt: skip
     known = store.load().devices.get(device.key, {}).get(str(core))
-    if known is not None and not again and version_of(known.best.engine) == known.best.version:
+    if known is not None and not again and all(version_of(m.engine) == m.version for m in known.measured):
         return Tuned(core, "known", known)
     try:
         heuristic = choose(core, device, replace(policy, tuning="off")) if not core.is_empty else None

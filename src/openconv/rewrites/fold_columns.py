@@ -26,11 +26,14 @@ class FoldColumns(Rewrite):
     A column s*j + p meets every s-th tap of the filter; the columns j meet all of them with a stride of 1, the filter
     spread over s times as many channels with zeros between. So the lanes of a vector, which are channels, are filled by
     an RGB image too: 6 of 8 instead of 3 in the dgrad of a first layer, for an eighth more of products with zeros.
-    Those spread an infinity to columns beside its own, so that strict accuracy leaves this out. The other passes are
-    right as well, and gain nothing.
+    Those spread an infinity to columns beside its own, so that strict accuracy leaves this out. The other passes have
+    filters in their lanes: where they were measured they took 1.03 to 1.7 times as long as cpu.direct.
     """
 
     def needs(self, problem: Problem, device: Device) -> Iterator[str]:
+        if problem.direction != "dgrad":
+            yield f"direction is {problem.direction}; lanes are channels of x in dgrad alone"
+            return
         stride, dilation = problem.stride[-1], problem.dilation[-1]
         if stride == 1 or problem.c * stride > _MOST:
             yield f"C is {problem.c} and the stride {stride}; wanted a stride and at most {_MOST} channels with it"
