@@ -17,14 +17,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["LIMIT", "forget", "kept", "kept_bytes", "prepared", "prepared_if_seen"]
+__all__ = ["LIMIT", "forget", "kept", "kept_bytes", "prepared", "prepared_if_seen", "room"]
 
 LIMIT = 1 << 30
 """Bytes that are kept at most; what was used least lately goes first."""
@@ -65,7 +66,7 @@ def prepared(w: Tensor, key: Hashable, make: Callable[[Tensor], object], spare: 
 
     ``key`` says what is made: the engine, and all that it depends on besides the numbers of ``w``.
     """
-    made = prepared_if_seen(w, key, make, lambda: torch.empty_like(spare))
+    made = prepared_if_seen(w, key, make, lambda: room(spare.shape, spare.stride(), spare.dtype))
     if made is None:
         make(spare)
         made = spare
@@ -90,6 +91,16 @@ def prepared_if_seen(
             _entries[place] = _Entry(weakref.ref(w.untyped_storage(), _freed(place)), version, _sample(w).clone())
             _shrink()
     return None
+
+
+def room(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for what is kept. Every call reads all of it: on huge pages, where it is large, no time goes into finding
+    its pages."""
+    from .cpu.memory import LARGE, large_tensor  # which asks this module to forget
+
+    if prod(shape) * dtype.itemsize < LARGE:
+        return torch.empty_strided(shape, strides, dtype=dtype)
+    return large_tensor(shape, strides, dtype)
 
 
 def forget() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
-from ..prepared import prepared, prepared_if_seen
+from ..prepared import prepared, prepared_if_seen, room
 from ..problem import DTYPE_BYTES, Problem
 from ..winograd import Transform, error_bound, transform
 from . import winograd_kernels as kernels
@@ -422,7 +422,7 @@ class _Forward:
                         )
 
                 if first_time:
-                    later = prepared_if_seen(b, key, make, lambda: torch.empty(groups * u_bytes, dtype=torch.uint8))
+                    later = prepared_if_seen(b, key, make, lambda: room((groups * u_bytes,), (1,), torch.uint8))
                     if later is None:
                         return first_time(a, b, out, workspace, bias, residual)
                     made = later
