@@ -80,7 +80,7 @@ class Gemm1x1(Engine):
         m, n, depth = {"fprop": (k, pixels, c), "dgrad": (c, pixels, k), "wgrad": (k, c, pixels)}[problem.direction]
         products = images * problem.groups * gemm_seconds(device, m, n, depth, size)
         copied = sum(region.elements for region in _regions(problem, knobs)) * size * 2
-        calls = 10e-6 if _is_plain(problem, knobs) else 25e-6  # of torch, for views and products
+        calls = 5e-6 if _is_plain(problem, knobs) else 25e-6  # of torch, for views and products
         if prod(problem.filter) > 1 and problem.direction == "fprop":
             calls = 180e-6  # measured: a copy of patches, whose elements lie apart, has a slow start
         return calls + products + copied / device.bandwidth + problem.min_bytes / device.bandwidth * 0.5
