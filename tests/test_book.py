@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from openconv.bench.report.book import DEVICES, Book, book_pages, write_book
+from openconv.bench.profiles import FILE_NAME as PROFILES
+from openconv.bench.profiles import ProfileRecord, write_profiles
 from openconv.bench.results import Record, write
 from openconv.problem import Problem
 
@@ -66,6 +68,27 @@ def test_the_table_has_a_row_an_engine_and_torch_last(results):
     assert lines[2] == "| time (times as fast as cuDNN) | fprop | wgrad |"
     assert lines[4] == "| `cuda.naive` | 40.0 us (0.50) | 40.0 us (0.50) |"
     assert lines[6] == "| PyTorch (cuDNN) | 20.0 us | 20.0 us |"
+
+
+def test_profiles_are_a_row_a_kernel_and_what_is_missing_is_said(results):
+    kernel = {
+        "name": "void ns::naive<float>(Params)", "grid": "(1, 1, 1)", "block": "(256, 1, 1)", "seconds": 12e-6,
+        "instructions": 2.42e8, "dram_read_bytes": 64e6, "dram_written_bytes": 63e6, "load_sectors": 90.0,
+        "load_requests": 20.0, "l1_hit_percent": 75.0, "l2_hit_percent": 50.0, "occupancy_percent": 62.5,
+    }  # fmt: skip
+    problem = "fprop n1 c1 h1000 w1000 k1 r3 s3 pad1 f32 nchw"
+    made = [ProfileRecord("ladder", "photo", problem, "cuda.naive", [kernel, {"name": "sum", "seconds": 1e-6}])]
+    made.append(ProfileRecord("ladder", "photo", problem.replace("fprop", "dgrad"), "cuda.tiled", [kernel]))
+    write_profiles(results / DEVICES["h200"] / PROFILES, made)
+    text = '<!-- table: profiled("photo", "cuda.naive", "cuda.tiled") -->\n<!-- end -->\n'
+    lines = Book(results).fill(text).splitlines()
+    assert lines[4] == "| `cuda.naive`, naive | 12.0 us | 242 M | 64.0 MB | 63.0 MB | 4.5 | 75 % | 50 % | 62 % | - |"
+    assert lines[5] == "| `cuda.naive`, sum | 1.00 us | - | - | - | - | - | - | - | - |"
+    assert "`openconv profile ladder:photo --direction fprop --engine cuda.tiled`" in lines[7]
+    assert Book(results).fill("\n".join(lines)) == "\n".join(lines)
+    alone = Book(results).fill(text.replace('"cuda.naive", ', ""))
+    assert "| kernel" not in alone
+    assert "Not recorded" in alone
 
 
 def test_a_label_may_hold_the_pass(tmp_path):

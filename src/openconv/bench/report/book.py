@@ -22,10 +22,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...files import write_atomic
 from ...units import bytes_text, count_text, percent_text, seconds_text
+from ..profiles import FILE_NAME as PROFILES
+from ..profiles import read_profiles
 from ..results import Record, read, results_folder
 from .drawing import png
 from .runs import DIRECTION_ORDER, Run, base_name, problem_of
@@ -70,7 +72,7 @@ class Book:
             return f"<!--= {found[1]} -->{self._call(found[1], _MARKED, name)}<!--/-->"
 
         def block(found: re.Match[str]) -> str:
-            known = ("rungs",) if found[1] == "table" else ("bars", "rooflines")
+            known = ("rungs", "profiled") if found[1] == "table" else ("bars", "rooflines")
             content = self._call(found[2], known, name)
             return f"<!-- {found[1]}: {found[2]} -->\n\n{content}\n\n<!-- end -->"
 
@@ -220,6 +222,27 @@ class Book:
         share = f" ({_times(reference['median'] / took['median'])})" if reference and who != "torch" else ""
         return seconds_text(took["median"]) + share
 
+    def profiled(self, label: str, *engines: str, direction: str = "fprop", suite: str = "ladder") -> str:
+        """A row for each kernel of the engines, with what Nsight Compute counted on the H200. What nobody has profiled
+        is no error, as a profiler is not to be had everywhere: a sentence says how to make the record."""
+        records = {
+            r.engine: r
+            for r in read_profiles(self.folder / DEVICES["h200"] / PROFILES)
+            if (r.suite, r.label, r.problem.split()[0]) == (suite, label, direction)
+        }
+        rows = [
+            [f"`{engine}`, {_kernel_name(kernel['name'])}", *(_counted(kernel, column) for column in _COUNTED)]
+            for engine in engines if engine in records for kernel in records[engine].kernels
+        ]  # fmt: skip
+        parts = [markdown_table(["kernel", *_COUNTED], rows)] if rows else []
+        if missing := [engine for engine in engines if engine not in records]:
+            names = " ".join(f"--engine {engine}" for engine in missing)
+            parts.append(
+                f"Not recorded on the H200 yet; on a GPU, `openconv profile {suite}:{label} --direction {direction} "
+                f"{names}` does it."
+            )
+        return "\n\n".join(parts)
+
     def bars(self, label: str, *engines: str, on: str = "h200", suite: str = "ladder", batch: int | None = None) -> str:
         """The same as :meth:`rungs` as a picture."""
         from .plots import draw_bars
@@ -246,6 +269,32 @@ class Book:
         if name in self.pictures and self.pictures[name].digest != digest:
             raise ValueError(f"two pictures would be named {name!r}")
         self.pictures[name] = Picture(digest, lambda: png(draw(), digest))
+
+
+_COUNTED: dict[str, Callable[[dict[str, Any]], str]] = {
+    "time": lambda k: seconds_text(k["seconds"]),
+    "instructions of warps": lambda k: count_text(k["instructions"], ""),
+    "from memory": lambda k: bytes_text(k["dram_read_bytes"]),
+    "to memory": lambda k: bytes_text(k["dram_written_bytes"]),
+    "sectors a load": lambda k: f"{k['load_sectors'] / k['load_requests']:.1f}",
+    "hits in L1": lambda k: percent_text(k["l1_hit_percent"] / 100),
+    "in L2": lambda k: percent_text(k["l2_hit_percent"] / 100),
+    "occupancy": lambda k: percent_text(k["occupancy_percent"] / 100),
+    "turns lost to banks": lambda k: count_text(k["bank_conflicts"], ""),
+}
+"""What a profile's table shows of a kernel, from its counters."""
+
+
+def _counted(kernel: dict[str, Any], column: str) -> str:
+    try:
+        return _COUNTED[column](kernel).strip()
+    except (KeyError, ZeroDivisionError):  # a counter that this kernel does not have: loads, of one that copies boxes
+        return "-"
+
+
+def _kernel_name(name: str) -> str:
+    """``at::native::copy<...>(...)`` without what stands in brackets, and without where it is defined."""
+    return name.partition("<")[0].partition("(")[0].split("::")[-1].removeprefix("void ").strip()
 
 
 def _times(value: float) -> str:
