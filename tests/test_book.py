@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from openconv.bench.report.book import DEVICES, Book, book_pages, write_book
 from openconv.bench.profiles import FILE_NAME as PROFILES
 from openconv.bench.profiles import ProfileRecord, write_profiles
+from openconv.bench.report.book import DEVICES, Book, book_pages, write_book
 from openconv.bench.results import Record, write
 from openconv.problem import Problem
 
