@@ -155,7 +155,7 @@ def _short_machine(run: Run) -> list[str]:
 
 def _baseline_text(run: Run) -> str:
     return (
-        f"Baseline, where openconv's engines were not timed beside them: what the peers take for all layers of a suite, "
+        "Baseline, where openconv's engines were not timed beside them: what the peers take for all layers of a suite, "
         f"and what share of the roofline (the least time by the measured ceilings) {run.reference} reaches."
     )
 
