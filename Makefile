@@ -36,9 +36,9 @@ demo: $(NEEDS) ## convolve, explain and compare on this machine
 	$(OPENCONV) demo $(ARGS)
 
 # A passive wait keeps the OpenMP pools of several workers from spinning on each other's cores.
-test: $(NEEDS) ## all tests; those that need a GPU say so and skip
+test: $(NEEDS) ## the tests, but for wide sweeps (ARGS="-m slow"); those that need a GPU say so and skip
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --timeout 900 \
-	    --hypothesis-profile ci $(ARGS)
+	    --hypothesis-profile ci -m "not slow" $(ARGS)
 
 check: $(NEEDS) ## lint, formatting and types
 	$(PY) -m ruff check

@@ -86,7 +86,7 @@ def test_engines_lists_them_all():
     markdown = run("engines", "--markdown").stdout
     assert [row["name"] for row in rows] == names
     assert all(name in text and f"[`{name}`](src/openconv/" in markdown for name in names)
-    table, _, needs = markdown.partition("\n\nWhat they need:\n\n")
+    table, _, needs = markdown.partition("\n\nWhat they are, and what they need:\n\n")
     assert len(table.splitlines()) == 2 + len(names)
     assert len({line.count(" | ") for line in table.splitlines() if not line.startswith("|---")}) == 1
     assert [line.split("`")[1] for line in needs.splitlines()] == names

@@ -128,7 +128,7 @@ def test_a_resnet():
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("form", [torch.contiguous_format, pytest.param(torch.channels_last, marks=pytest.mark.slow)])
 def test_whole_networks_in_single_precision(name, form):
     torch.manual_seed(0)
     model = trained(MODELS[name](), torch.float32).to(memory_format=form)

@@ -388,7 +388,7 @@ def test_algorithms_are_compared(opened):
         assert int(rows[name].replace(",", "")) == sum(totals(trace_engine(problem, name, DEVICE)).loaded.values())
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_it_is_light_or_dark_and_fits_a_phone(opened, tmp_path, scheme):
     for engine in TRACERS:
         page = opened(

@@ -222,15 +222,16 @@ def _file(row: EngineSupport) -> str:
 
 
 def support_markdown(rows: list[EngineSupport], root: str = "") -> str:
-    """The table in Markdown, and below it what each engine needs; ``root`` leads from the page to that of the
+    """The table in Markdown, and below it what each engine is and needs; ``root`` leads from the page to that of the
     repository."""
-    head = ["engine", "what it is", *(name for name, _ in _cells(rows[0]) if name != "needs")]
+    head = ["engine", *(name for name, _ in _cells(rows[0]) if name != "needs")]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
-        cells = [f"[`{row.name}`]({root}src/{_file(row)})", row.summary]
+        cells = [f"[`{row.name}`]({root}src/{_file(row)})"]
         cells += [text for name, text in _cells(row) if name != "needs"]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    lines += ["", "What they need:", "", *(f"- `{row.name}`: {dict(_cells(row))['needs']}" for row in rows)]
+    lines += ["", "What they are, and what they need:", ""]
+    lines += [f"- `{row.name}`: {row.summary} *Needs* {dict(_cells(row))['needs']}" for row in rows]
     return "\n".join(lines) + "\n"
 
 

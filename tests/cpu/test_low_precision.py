@@ -91,7 +91,8 @@ def taking_turns(texts: Sequence[str], first: int, dtype: str) -> Iterator[Any]:
     for at, text in enumerate(texts):
         for direction in DIRECTIONS:
             layout = ("nchw", "nhwc")[(at + first + DIRECTIONS.index(direction)) % 2]
-            yield pytest.param(text, direction, layout, dtype, marks=[needs_f16] if dtype == "f16" else [])
+            marks = [needs_f16] * (dtype == "f16") + [pytest.mark.slow] * (at > 2)
+            yield pytest.param(text, direction, layout, dtype, marks=marks)
 
 
 CASES = [*taking_turns(DEPTHWISE, 0, "bf16"), *taking_turns(DEPTHWISE[:2], 1, "f16")]
