@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
@@ -127,6 +128,11 @@ EPILOGUES = (
     "+=mul(acc,sigmoid(acc))",
     "+=sub(tanh(t.b),max(acc,c.a))",
 )
+
+
+def sweep(values: Iterable[Any], every: int = 3) -> list[Any]:
+    """Parameters of a test, of which `make test` takes every third; the others are slow."""
+    return [pytest.param(value, marks=[pytest.mark.slow] * (at % every > 0)) for at, value in enumerate(values)]
 
 
 def make(text: str, direction: str = "fprop", dtype: str = "f32", layout: str = "nchw") -> Problem:

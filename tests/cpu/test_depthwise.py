@@ -26,6 +26,7 @@ from tests.support import (
     make,
     problems,
     refusal,
+    sweep,
 )
 
 ENGINE = Depthwise()
@@ -58,7 +59,7 @@ LARGE = (
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("at", [pytest.param(at, marks=[pytest.mark.slow] * (at % 3 > 0)) for at in range(len(LAYERS))])
+@pytest.mark.parametrize("at", sweep(range(len(LAYERS))))
 def test_right_on_layers(at, direction):
     """In one layout each: every one is a kernel to compile."""
     problem = make(LAYERS[at], direction, layout=LAYOUTS[(at + DIRECTIONS.index(direction)) % 2])

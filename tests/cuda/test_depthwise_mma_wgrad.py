@@ -20,6 +20,7 @@ from tests.support import (
     refusal,
     run_engine,
     running_on,
+    sweep,
     with_knobs,
 )
 
@@ -48,7 +49,7 @@ LARGE = (
 )
 
 
-@pytest.mark.parametrize("text", LAYERS + LARGE)
+@pytest.mark.parametrize("text", sweep(LAYERS + LARGE))
 def test_right_on_layers(text):
     check_engine(ENGINE, make(text, "wgrad", "f16", "nhwc"))
 

@@ -21,6 +21,7 @@ from tests.support import (
     make,
     refusal,
     run_engine,
+    sweep,
 )
 
 ENGINE = Depthwise()
@@ -46,7 +47,7 @@ TILES = (
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("text", WINDOWS + TILES)
+@pytest.mark.parametrize("text", sweep(WINDOWS + TILES))
 def test_right_on_layers(text, direction):
     check_engine(ENGINE, make(text, direction, "f16", "nhwc"))
 

@@ -154,6 +154,7 @@ def test_memory(monkeypatch):
     assert min(led_to) >= copies
 
 
+@pytest.mark.slow
 def test_nothing_else_is_allocated():
     """But for copies of tensors that begin amid 16 bytes, as those of the tests do."""
     problem = problem_of("n8 c64 h24 w24 k64 r3 s3 pad1")

@@ -89,6 +89,7 @@ def test_epilogues_go_inside(direction, epilogue):
     check_plan(problem, engine=ENGINE.name)
 
 
+@pytest.mark.slow
 def test_what_can_be_relied_on():
     problem = make(SHAPES[1], dtype="f16", layout="nhwc")
     check_determinism(ENGINE, problem)

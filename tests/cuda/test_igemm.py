@@ -52,12 +52,14 @@ def test_right(name, direction):
     check(PROBLEMS[name], direction, SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", [*NAMES[1::8], "1d", "1d-stride"])
 def test_right_with_channels_first(name, direction):
     check(PROBLEMS[name], direction, NARROW, layout="nchw")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 @pytest.mark.parametrize("dtype, splits", [("f16", 3), ("f32 tf32", 1), ("i8*i8>i32", 2)])
@@ -171,6 +173,7 @@ def test_the_epilogue_is_part_of_the_kernel(at, first, second):
     check(f"{text} {epilogue}", direction, replace(SMALL, splits=splits), layout=layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["fprop", "dgrad"])
 @pytest.mark.parametrize("knobs", [SMALL, NARROW, Tile(64, 128, 2, 2, 32, 3)])
 @pytest.mark.parametrize(

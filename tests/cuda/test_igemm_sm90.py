@@ -91,6 +91,7 @@ def test_right_in_splits(tile, splits, few):
     check("fprop n1 c64 d3 h5 w6 k64 t2 r3 s2 pad1 f16 nhwc", replace(tile, splits=splits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [replace(ROWS, buffers=4), TILES[5], TILES[10], TILES[11]], ids=[
     "rows", "columns", "teams", "teams, columns"
 ])  # fmt: skip

@@ -45,6 +45,7 @@ def test_the_filter_may_have_a_layout_of_its_own(direction, layout):
     check_plan(make(PROBLEMS["groups-stride"], direction, "f32", layout), engine=ENGINE.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "epilogue"), [*(("f32", text) for text in EPILOGUES), ("f16", EPILOGUES[1]), ("f64", EPILOGUES[1])]
 )

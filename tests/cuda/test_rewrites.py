@@ -114,6 +114,7 @@ def test_sums_of_parts_want_f32():
     assert accepts(engine_named("cuda.phases"), even)
 
 
+@pytest.mark.slow
 @each_rewrite
 def test_what_can_be_relied_on(engine):
     text, layout = TAKEN[engine.name][0]

@@ -149,6 +149,7 @@ def test_values_are_computed_once_however_often_they_are_used():
 # -- dtypes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32", "f64", "i8", "u8", "i16", "i32", "i64", "bool"])
 def test_every_dtype(dtype):
     """In and out, whole units and odd ends, with results and sums of its own dtype."""

@@ -54,6 +54,7 @@ def chunks(problem: Problem) -> list[Chunk]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_right_in_tiles_of_any_size(name, direction):
