@@ -12,6 +12,7 @@ from openconv.problem import Problem
 from openconv.reference import Inputs, Reference, allowed_error, expected, random_inputs
 from openconv.tensors import DTYPES
 from tests.emulator import poisoned
+from tests.support import sweep
 
 DEVICE = device_for("sm_90a")
 PASSES = ("fprop", "dgrad", "wgrad")
@@ -62,7 +63,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("direction", PASSES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", sweep(SHAPES))
 def test_passes(shape: str, direction: str) -> None:
     check(Problem.parse(f"{direction} {shape} nchw"))
 

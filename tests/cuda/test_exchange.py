@@ -33,6 +33,7 @@ from tests.support import (
     make,
     refusal,
     run_engine,
+    sweep,
     this_device,
     with_knobs,
 )
@@ -68,7 +69,7 @@ def inside(problem: Problem, name: str):
     return next(c for c in candidates(ENGINE, problem) if c.knobs.inner[0].engine == name)
 
 
-@pytest.mark.parametrize("at", range(len(SHAPES)))
+@pytest.mark.parametrize("at", sweep(range(len(SHAPES))))
 @pytest.mark.parametrize("layout", ["nhwc", "nchw"])
 def test_right(at, layout):
     problem = problem_of(SHAPES[at], layout, ("tf32", "tf32x3")[(at + (layout == "nchw")) % 2])

@@ -14,6 +14,7 @@ from openconv.problem import Problem
 from openconv.reference import Inputs, Reference, allowed_error, expected, random_inputs
 from openconv.tensors import DTYPES, empty
 from tests.emulator import EmulatedLaunch
+from tests.support import sweep
 
 ENGINE = few_channels.FewChannels()
 # One multiprocessor: blocks then go through several tiles, whose buffers take turns.
@@ -76,7 +77,7 @@ LINES = [f"{direction} {shape}" for shape in SHAPES for direction in PASSES] + [
 ]
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", sweep(LINES))
 def test_result(line: str) -> None:
     check(Problem.parse(line))
 

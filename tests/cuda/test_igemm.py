@@ -26,6 +26,7 @@ from tests.support import (
     problems,
     refusal,
     run_engine,
+    sweep,
     tensors,
     this_device,
     with_knobs,
@@ -84,6 +85,7 @@ def test_explain_shows_what_is_copied():
     assert not with_knobs(ENGINE, pointwise, SMALL).workspace  # one tap: either layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("knobs", [replace(SMALL, splits=2), replace(NARROW, splits=5, rows_first=True)], ids=str)
 @pytest.mark.parametrize("name", ["209-channels", "stride-and-dilation", "3d-everything"])
@@ -129,6 +131,7 @@ def test_right_with_tiles_that_are_no_powers_of_two(shape, layout):
         check("n2 c32 h9 w8 k72 r3 s3 pad1", direction, Tile(*shape), layout=layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("taps", [1, 9])  # fewer steps than are asked for ahead, and more
 def test_right_where_registers_are_scarce(direction, taps):
@@ -147,7 +150,7 @@ def test_right_where_results_are_larger_than_the_ring(direction, splits):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("text", LAYERS)
+@pytest.mark.parametrize("text", sweep(LAYERS))
 def test_right_on_layers(text, direction):
     check(text, direction, Tile(64, 64, 2, 2, 32, 3))
     if text in LAYERS[::4]:

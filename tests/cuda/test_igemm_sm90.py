@@ -17,7 +17,7 @@ from openconv.plan import make_plan
 from openconv.problem import Problem
 from openconv.reference import random_inputs
 from openconv.select import Policy, rank
-from tests.support import accepts, check_engine, check_fused, make, refusal, this_device, with_knobs
+from tests.support import accepts, check_engine, check_fused, make, refusal, sweep, this_device, with_knobs
 
 ENGINE = IgemmSm90()
 ROWS, COLUMNS = Windows(64, 64, 1, 1, 3, 2), Windows(48, 64, 1, 1, 3, 2, True)
@@ -74,7 +74,7 @@ def test_right(at, direction, few):
     check_engine(ENGINE, problem, candidate=with_knobs(ENGINE, problem, tile))
 
 
-@pytest.mark.parametrize("at", range(len(TILES)))
+@pytest.mark.parametrize("at", sweep(range(len(TILES))))
 def test_right_with_tiles(at, few):
     texts = ["fprop n3 c72 h8 w9 k264 r3 s3 pad1", "dgrad n2 c264 h7 w9 k72 r3 s3 pad1"]
     texts[1] += " stride2" if TILES[at].teams == 1 else ""  # tiles of all teams have as many steps

@@ -18,7 +18,7 @@ from openconv.plan import make_plan
 from openconv.problem import Problem
 from openconv.reference import random_inputs
 from openconv.select import Policy
-from tests.support import accepts, check_engine, check_fused, make, this_device, with_knobs
+from tests.support import accepts, check_engine, check_fused, make, sweep, this_device, with_knobs
 
 ENGINE = IgemmSm90()
 # Two teams past filters that stay, a single one past a ring of them.
@@ -97,7 +97,7 @@ def test_right_with_strides(at, few):
     check_exactly(make(STRIDED[at], "fprop", "f16", "nhwc"), (STAY, COME, replace(STAY, tiles=5))[at % 3])
 
 
-@pytest.mark.parametrize("at", range(len(TILES)))
+@pytest.mark.parametrize("at", sweep(range(len(TILES))))
 def test_right_with_tiles(at, few):
     texts = (
         "fprop n3 c72 h8 w9 k264 r3 s3 pad1 bf16", "dgrad n2 c264 h7 w9 k72 r3 s3 pad1 bf16",
