@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import dedent
+from traceback import extract_tb, format_exception_only
+from types import CodeType
 from typing import Any, NamedTuple
 
 import pytest
@@ -64,13 +66,25 @@ def run_page(path: Path, capsys: pytest.CaptureFixture[str], names: dict[str, An
         if block.language != "python":
             continue
         code = block.text if gpu else block.text.replace('device="cuda"', 'device="cpu"')
-        exec(compile("\n" * block.line + code, str(path), "exec"), names)
+        if failed := _failure(compile("\n" * block.line + code, str(path), "exec"), names):
+            pytest.fail(f"{where}: {failed}", pytrace=False)
         printed = capsys.readouterr().out
         if block.shown is not None and not (gpu and '"cuda"' in code) and facts(printed) != facts(block.shown):
             assert capsys.request.config.getoption("--rewrite"), f"{where}:{block.line} prints\n{printed}"
             path.write_text(rewritten(path.read_text(), block, printed))
         count += 1
     return count
+
+
+def _failure(code: CodeType, names: dict[str, Any]) -> str:
+    """What ``code`` of a page raised, and at which of its lines; nothing if it ran. A page is no Python file: pytest
+    would show all of it, prose and tables, and lose the error in it."""
+    try:
+        exec(code, names)
+    except Exception as error:
+        lines = [f"line {at.lineno}" for at in extract_tb(error.__traceback__) if at.filename == code.co_filename]
+        return f"{', '.join(lines)}: {''.join(format_exception_only(error)).strip()}"
+    return ""
 
 
 def rewritten(page: str, block: Block, printed: str) -> str:
