@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeVar
 
@@ -173,7 +173,10 @@ def make_plan(problem: Problem, device: Device, policy: Policy, candidate: Candi
         return Plan(problem, core, device, policy, None, ("no products: fill with zeros",), call)
     candidate = candidate or choose(core, device, policy)
     engine = candidate.engine
-    core = as_held(problem, core, device, engine)
+    held = as_held(problem, core, device, engine)
+    if held is not core:  # images that are read in place in f32 may need room of their own
+        core, needed = held, engine.workspace_bytes(held, device, candidate.knobs)
+        candidate = replace(candidate, workspace=needed)
     inner = problem if core.is_fused else _apart(problem, device)
     finish = _taken(inner, core, engine)
     asked = core.with_(epilogue=finish.epilogue) if engine.takes_finish else core

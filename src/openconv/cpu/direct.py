@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -20,7 +20,8 @@ from ..tensors import DTYPES
 from . import direct_kernels as kernels
 from .direct_plan import CHUNK, Cut, Geometry, geometry_of, is_even, line_cycles
 from .finish import Words
-from .matrices import Region, float_refusals, sum_error
+from .low_precision import computed, memory_refusals, memory_token
+from .matrices import Region, sum_error
 from .runtime import launch, numbering
 from .simd import LANE_BYTES
 
@@ -63,12 +64,14 @@ class Direct(Engine):
     name = "cpu.direct"
     takes_bias = True
     takes_finish = True
+    takes_low = True
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
-        yield from float_refusals(problem)
+        yield from memory_refusals(problem)
 
     def traits(self, problem: Problem, knobs: Tile) -> Traits:
         # Sums of CHUNK terms, or of a tile's pixels, are added up.
+        problem = computed(problem)
         return Traits(problem.result_dtype, sum_error(problem))
 
     def workspace_bytes(self, problem: Problem, device: Device, knobs: Tile) -> int:
@@ -76,18 +79,19 @@ class Direct(Engine):
         return sum(region.bytes for region in _regions(problem, cut))
 
     def knobs(self, problem: Problem, device: Device) -> Iterable[Tile]:
-        return _knobs(problem, device)
+        return _knobs(computed(problem), device)
 
     def cost(self, problem: Problem, device: Device, knobs: Tile) -> float:
-        return _cost(problem, device, knobs)
+        return _cost(computed(problem), device, knobs)
 
     def build(self, problem: Problem, device: Device, knobs: Tile) -> Runner:
         cut = _cut(problem, device, knobs)
         return _build_gradient(problem, cut) if problem.direction == "wgrad" else _build(problem, cut)
 
 
-def _type(problem: Problem) -> type:
-    return np.float32 if problem.result_dtype == "f32" else np.float64
+def _types(problem: Problem) -> tuple[type, type]:
+    """What kernels compute with, and what the tensors hold."""
+    return memory_token(computed(problem).result_dtype), memory_token(problem.result_dtype)
 
 
 # -- sizes -----------------------------------------------------------------------------------------------------------
@@ -175,7 +179,14 @@ def _knobs(problem: Problem, device: Device) -> tuple[Tile, ...]:
 @lru_cache(1024)
 def _cut(problem: Problem, device: Device, knobs: Tile) -> Cut:
     """Whole rows that make up the pixels wanted, then whole images, as far as their slot is half a cache at most; a
-    part of a row where one is too long."""
+    part of a row where one is too long. f16 and bf16 are never read in place; the sums of a wgrad have the order of
+    f32, whose tiles are cut as they would be there."""
+    if (core := computed(problem)) != problem:
+        if knobs.read != "place":
+            return _cut(core, device, knobs)
+        if problem.direction == "wgrad":
+            return replace(_cut(core, device, knobs), mode=_MODES.index("own"))
+        return _cut(core, device, replace(knobs, read="own"))
     geometry = geometry_of(problem)
     lanes, threads = _lanes(geometry.size), device.threads
     mode = _MODES.index(knobs.read)
@@ -274,17 +285,17 @@ def _cost(problem: Problem, device: Device, knobs: Tile) -> float:
 
 
 def _build(problem: Problem, cut: Cut) -> Runner:
-    T, geometry, threads = _type(problem), cut.geometry, cut.threads
-    dtype, size = DTYPES[problem.result_dtype], cut.geometry.size
+    (T, M), geometry, threads = _types(problem), cut.geometry, cut.threads
+    dtype, size = DTYPES[computed(problem).result_dtype], cut.geometry.size
     plan, tables = _plan(cut)
     stride = geometry.axes[2][0].stride
     constant = stride * size if not geometry.channels_last and stride <= 2 else 0
     pitch = stride * cut.pixel * size
     finish = Words(problem)
     convolve = kernels.convolve_kernel(
-        T, cut.block_rows, cut.across, constant, geometry.channels_last, _ahead(cut), finish.wanted
+        T, M, cut.block_rows, cut.across, constant, geometry.channels_last, _ahead(cut), finish.wanted
     )
-    fill = kernels.pack_kernel(T, geometry.channels_last) if cut.mode == 1 else None
+    fill = kernels.pack_kernel(T, M, geometry.channels_last) if cut.mode == 1 else None
     order, key = _order(problem, cut), (Direct.name, str(problem.with_(n=1, epilogue="")), str(cut))
     regions, tasks = _regions(problem, cut), cut.tiles * cut.ranges[0]
     padded = cut.blocks * cut.across * cut.lanes
@@ -295,7 +306,7 @@ def _build(problem: Problem, cut: Cut) -> Runner:
     # w[k, c] of a dgrad has the channels of dx side by side. Rows that are a multiple of 4096 bytes would meet in one
     # set of the first-level cache.
     row_bytes = geometry.o * size
-    alone = not forward and prod(geometry.filter) == 1 and geometry.o == padded and row_bytes % 4096 != 0
+    alone = M is T and not forward and prod(geometry.filter) == 1 and geometry.o == padded and row_bytes % 4096 != 0
     in_place = row_bytes if alone else 0
     _, biases_at, memory_at, slots_at = Region.places(regions)
 
@@ -312,6 +323,7 @@ def _build(problem: Problem, cut: Cut) -> Runner:
                 filters = spare
         start = nothing.data_ptr()
         if bias is not None:
+            bias = bias if M is T else bias.to(dtype)
             start = bias.data_ptr()
             if geometry.o < padded:  # a block of channels more than there are needs room to read in
                 start, each = base + biases_at, geometry.o * size
@@ -350,7 +362,8 @@ def _plan(cut: Cut) -> tuple[Tensor, Tensor]:
 
 def _order(problem: Problem, cut: Cut) -> Callable[[Tensor, Tensor, int], None]:
     """What puts filters into the order of the loop: ``order(w, out, threads)``."""
-    T, geometry, size = _type(problem), cut.geometry, cut.geometry.size
+    (T, M), geometry = _types(problem), cut.geometry
+    size = np.dtype(M).itemsize
     taps, places = prod(geometry.filter), cut.filter_places()
     I, O, blocks, tasks = geometry.i, geometry.o, cut.blocks, geometry.g * cut.blocks
     last = problem.layouts[1] == "nhwc"
@@ -358,7 +371,7 @@ def _order(problem: Problem, cut: Cut) -> Callable[[Tensor, Tensor, int], None]:
         # w[k, tap, c]: the channels of dx lie side by side.
         met = [(k, tap) for k in range(I) for tap in range(taps) if (k, tap) in places]
         words = [v for k, tap in met for v in ((k * taps + tap) * O * size, *places[k, tap])]
-        rows, table = kernels.filter_rows_kernel(T, cut.across), torch.tensor(words, dtype=torch.int64)
+        rows, table = kernels.filter_rows_kernel(T, M, cut.across), torch.tensor(words, dtype=torch.int64)
 
         def order_rows(w: Tensor, out: Tensor, threads: int) -> None:
             args = (tasks * -(-len(met) // 256), w.data_ptr(), out.data_ptr(), blocks, O, len(met),
@@ -379,7 +392,7 @@ def _order(problem: Problem, cut: Cut) -> Callable[[Tensor, Tensor, int], None]:
             order = [(c, tap) for c in range(I) for tap in range(taps)]
     group = O * I * taps * size
     table = torch.tensor([v for each in order for v in places.get(each, (-1, 0))], dtype=torch.int64)
-    squares = kernels.filter_kernel(T, cut.across)
+    squares = kernels.filter_kernel(T, M, cut.across)
 
     def order_squares(w: Tensor, out: Tensor, threads: int) -> None:
         args = (tasks * -(-lines // 16), w.data_ptr(), out.data_ptr(), blocks, O, pitch, group, lines, line_pitch,
@@ -410,8 +423,8 @@ def _line_ranges(cut: Cut) -> tuple[int, int, int]:
 
 
 def _build_gradient(problem: Problem, cut: Cut) -> Runner:
-    T, geometry = _type(problem), cut.geometry
-    dtype, size, lanes = DTYPES[problem.result_dtype], cut.geometry.size, cut.lanes
+    (T, M), geometry = _types(problem), cut.geometry
+    dtype, size, lanes = DTYPES[computed(problem).result_dtype], cut.geometry.size, cut.lanes
     taps, I, O, last = prod(geometry.filter), geometry.i, geometry.o, geometry.channels_last
     T_, R, S = geometry.filter
     plan, tables = _plan(cut)
@@ -443,10 +456,10 @@ def _build_gradient(problem: Problem, cut: Cut) -> Runner:
     pixels = torch.tensor(cut.pixel_offsets(), dtype=torch.int64)
     # Rows that lie a multiple of 1024 bytes apart meet in few sets of the first-level cache: they are copied.
     row_bytes = geometry.g * O * size
-    in_place = row_bytes if last and row_bytes % 1024 else 0
+    in_place = row_bytes if M is T and last and row_bytes % 1024 else 0
     ahead = in_place > 0 and cut.mode == 2 and _is_large(geometry)
-    gradient = kernels.gradient_kernel(T, cut.block_rows, cut.across, constant, last, ahead, geometry.turns)
-    store = kernels.gradient_store_kernel(T, cut.across)
+    gradient = kernels.gradient_kernel(T, M, cut.block_rows, cut.across, constant, last, ahead, geometry.turns)
+    store = kernels.gradient_store_kernel(T, M, cut.across)
     regions = _regions(problem, cut)
     nothing = torch.zeros(cut.across * lanes, dtype=dtype)
     ranges, team = cut.ranges[0], 1 if problem.macs < 20_000 else cut.threads

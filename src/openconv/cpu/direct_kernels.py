@@ -16,6 +16,9 @@ result wants them at the end: rows of vectors in nhwc, squares that are transpos
 A plan is a table of int64 (`direct_plan.py` fills it): a head of `HEAD` words, then `PHASE` words for each phase of
 rows, then `COLUMN` words for each of its phases of columns. fprop has one of each; a dgrad of stride s has s along each
 axis, one for each remainder of a position in dx modulo s, with the taps that meet it.
+
+T is what is computed with, M what the tensors hold: f16 and bf16 are widened on their way into slots and ordered
+filters, and rounded where results are stored. Then nothing is read in place.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ from .simd import (
     load_clipped,
     load_rows,
     load_scalar,
+    narrow,
     next_tile,
     pack,
     prefetch,
@@ -190,12 +194,12 @@ def store_table(typingctx, block, base, table, scale, count):
 
 
 @functools.cache
-def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int, AHEAD: bool, FINISH: bool) -> Any:
+def _block_of_sums(T: type, M: type, ROWS: int, ACROSS: int, PITCH: int, AHEAD: bool, FINISH: bool) -> Any:
     """sums[ROWS x ACROSS vectors] = start + (sum over terms of scalars * vectors). PITCH is the distance of the scalars
     where it is known beforehand, else 0. AHEAD: with each term a line is asked for, `ahead` and `ahead_pitch` say
-    which. FINISH: sums are finished with `more` and `limits`, unless the latter is 0."""
-    COUNT = ROWS * ACROSS
-    finish = finish_rows(T, ROWS, ACROSS)
+    which. Unless `limits` is 0, sums are whole and lie in the result: finished, if FINISH, and rounded to M."""
+    COUNT, LOW = ROWS * ACROSS, M is not T
+    finish = finish_rows(T, M, ROWS, ACROSS)
 
     @inline
     def block_of_sums(
@@ -210,7 +214,10 @@ def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int, AHEAD: bool, FIN
         if FINISH:
             if limits != 0:
                 total = finish(total, sums, sums_pitch, more, limits)
-        store_rows(total, ROWS, sums, sums_pitch)
+        if LOW and limits != 0:
+            store_rows(narrow(M, total), ROWS, sums, sums_pitch)
+        else:
+            store_rows(total, ROWS, sums, sums_pitch)
 
     if PITCH:
 
@@ -268,10 +275,10 @@ def _tile(plan, tile):
 
 
 @functools.cache
-def _filler(T: type, CHANNELS_LAST: bool) -> Any:
+def _filler(T: type, M: type, CHANNELS_LAST: bool) -> Any:
     """What copies the part of x that a tile needs into its slot, zeros around it. Vectors may end beyond a row, whose
     neighbour is written next; behind the last there is room for one."""
-    L, SIZE = lanes(T), np.dtype(T).itemsize
+    L, SIZE, HELD = lanes(T), np.dtype(T).itemsize, np.dtype(M).itemsize
 
     @inline
     def fill_slot(plan, phase, x, slot, image, images, group, depth, row, rows, column):
@@ -294,14 +301,14 @@ def _filler(T: type, CHANNELS_LAST: bool) -> Any:
                         there = d >= 0 and d < D and h >= 0 and h < H
                         if not CHANNELS_LAST:
                             if there:
-                                line = x + ((((image + b) * G + group) * I + c) * D + d) * H * W * SIZE + h * W * SIZE
+                                line = x + (((((image + b) * G + group) * I + c) * D + d) * H + h) * W * HELD
                                 v = 0
                                 while v < width:
                                     w = first_w + v
                                     if w >= 0 and w + L <= W:
-                                        store(target + v * SIZE, load(T, line + w * SIZE))
+                                        store(target + v * SIZE, load(M, line + w * HELD))
                                     else:
-                                        store(target + v * SIZE, load_clipped(T, line, w, W))
+                                        store(target + v * SIZE, load_clipped(M, line, w, W))
                                     v += L
                             else:
                                 v = 0
@@ -309,11 +316,11 @@ def _filler(T: type, CHANNELS_LAST: bool) -> Any:
                                     store(target + v * SIZE, zero(T))
                                     v += L
                         else:
-                            line = x + (((image + b) * D + d) * H + h) * W * G * I * SIZE + group * I * SIZE
+                            line = x + ((((image + b) * D + d) * H + h) * W * G + group) * I * HELD
                             joined = G == 1 and pixel == I
                             if joined:
                                 # Neighbouring pixels lie together here and there: a row is one run.
-                                from_ = line + first_w * I * SIZE
+                                from_ = line + first_w * I * HELD
                                 left = max(0, -first_w) * I
                                 right = max(left, inside_to * I) if there else left
                                 v = 0
@@ -322,10 +329,10 @@ def _filler(T: type, CHANNELS_LAST: bool) -> Any:
                                     v += L
                                 v = left
                                 while v + L <= right:
-                                    store(target + v * SIZE, load(T, from_ + v * SIZE))
+                                    store(target + v * SIZE, load(M, from_ + v * HELD))
                                     v += L
                                 if v < right:
-                                    store(target + v * SIZE, load_clipped(T, from_, v, right))
+                                    store(target + v * SIZE, load_clipped(M, from_, v, right))
                                 v = right
                                 while v < width * I:
                                     store(target + v * SIZE, zero(T))
@@ -334,13 +341,13 @@ def _filler(T: type, CHANNELS_LAST: bool) -> Any:
                                 place = target + q * pixel * SIZE
                                 w = first_w + q
                                 if there and w >= 0 and q < inside_to:
-                                    from_ = line + w * G * I * SIZE
+                                    from_ = line + w * G * I * HELD
                                     v = 0
                                     while v + L <= I:
-                                        store(place + v * SIZE, load(T, from_ + v * SIZE))
+                                        store(place + v * SIZE, load(M, from_ + v * HELD))
                                         v += L
                                     if v < I:
-                                        store(place + v * SIZE, load_clipped(T, from_, v, I))
+                                        store(place + v * SIZE, load_clipped(M, from_, v, I))
                                 else:
                                     v = 0
                                     while v < I:
@@ -351,9 +358,9 @@ def _filler(T: type, CHANNELS_LAST: bool) -> Any:
 
 
 @functools.cache
-def _turning_filler(T: type) -> Any:
+def _turning_filler(T: type, M: type) -> Any:
     """The same for few channels of an image in nchw, whose slot is in nhwc."""
-    SIZE = np.dtype(T).itemsize
+    SIZE, HELD = np.dtype(T).itemsize, np.dtype(M).itemsize
 
     @inline
     def fill_slot(plan, phase, x, slot, image, images, group, depth, row, rows, column):
@@ -374,11 +381,11 @@ def _turning_filler(T: type) -> Any:
                         left = right = width
                     for c in range(I):
                         to = slot + (target + c) * SIZE
-                        line = x + (((((image + b) * I + c) * D + d) * H + h) * W + first_w) * SIZE
+                        line = x + (((((image + b) * I + c) * D + d) * H + h) * W + first_w) * HELD
                         for q in range(left):
                             store_scalar(to + q * I * SIZE, T(0))
                         for q in range(left, right):
-                            store_scalar(to + q * I * SIZE, load_scalar(T, line + q * SIZE))
+                            store_scalar(to + q * I * SIZE, load_scalar(M, line + q * HELD))
                         for q in range(right, width):
                             store_scalar(to + q * I * SIZE, T(0))
 
@@ -386,9 +393,9 @@ def _turning_filler(T: type) -> Any:
 
 
 @functools.cache
-def pack_kernel(T: type, CHANNELS_LAST: bool) -> Kernel:
+def pack_kernel(T: type, M: type, CHANNELS_LAST: bool) -> Kernel:
     """Fill all slots beforehand, for problems with fewer tiles than threads. Arguments: tiles, x, slots, plan."""
-    fill_slot = _filler(T, CHANNELS_LAST)
+    fill_slot = _filler(T, M, CHANNELS_LAST)
 
     @kernel
     def pack_slots(block):
@@ -408,11 +415,11 @@ def pack_kernel(T: type, CHANNELS_LAST: bool) -> Kernel:
 
 
 @functools.cache
-def _writer(T: type, ACROSS: int, CHANNELS_LAST: bool, FINISH: bool) -> Any:
+def _writer(T: type, M: type, ACROSS: int, CHANNELS_LAST: bool, FINISH: bool) -> Any:
     """What brings the sums of neighbouring pixels and of one block of channels to where the result has them."""
-    L, SIZE = lanes(T), np.dtype(T).itemsize
+    L, SIZE, HELD = lanes(T), np.dtype(T).itemsize, np.dtype(M).itemsize
     PITCH = ACROSS * L * SIZE  # of the sums of neighbouring pixels
-    finished, finished_square = finish_row(T), finish_square(T)
+    finished, finished_square = finish_row(T, M), finish_square(T, M)
 
     @inline
     def write(sums, y, distance, count, channels, more, limits):
@@ -422,22 +429,23 @@ def _writer(T: type, ACROSS: int, CHANNELS_LAST: bool, FINISH: bool) -> Any:
             if CHANNELS_LAST:
                 for q in range(count if some > 0 else 0):
                     value = load(T, sums + q * PITCH + v * L * SIZE)
+                    to = y + q * distance + v * L * HELD
                     if FINISH:
-                        value = finished(value, y + q * distance + v * L * SIZE, 0, some, more, limits)
+                        value = finished(value, to, 0, some, more, limits)
                     if some == L:
-                        store(y + q * distance + v * L * SIZE, value)
+                        store(to, narrow(M, value))
                     else:
-                        store_clipped(y + q * distance + v * L * SIZE, 0, some, value)
+                        store_clipped(to, 0, some, narrow(M, value))
             elif some > 0:
                 place, q = y + v * L * distance, 0
                 while q < count:
                     square = transpose(load_block(T, L, sums + q * PITCH + v * L * SIZE, PITCH))
                     if FINISH:
-                        square = finished_square(square, place + q * SIZE, distance, more, limits, some, count - q)
+                        square = finished_square(square, place + q * HELD, distance, more, limits, some, count - q)
                     if some == L and q + L <= count:
-                        store_block(square, place + q * SIZE, distance)
+                        store_block(narrow(M, square), place + q * HELD, distance)
                     else:
-                        store_block_clipped(square, place + q * SIZE, distance, some, min(count - q, L))
+                        store_block_clipped(narrow(M, square), place + q * HELD, distance, some, min(count - q, L))
                     q += L
 
     return write
@@ -445,7 +453,7 @@ def _writer(T: type, ACROSS: int, CHANNELS_LAST: bool, FINISH: bool) -> Any:
 
 @functools.cache
 def convolve_kernel(
-    T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool, AHEAD: bool, FINISH: bool
+    T: type, M: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool, AHEAD: bool, FINISH: bool
 ) -> Kernel:  # fmt: skip
     """fprop and dgrad. Arguments: tasks, x, filters, y, bias, slots or 0, memory of the threads, plan, pitch,
     numbering of the threads, bytes from a term to the next where filters are read in place, else 0, and the two words
@@ -458,11 +466,11 @@ def convolve_kernel(
     are read. A block reads several of them side by side, which the CPU does not foresee (8 images of 112x112, dgrad of
     16 to 96 channels: 2524 us without it, 1730 with).
     """
-    L, SIZE = lanes(T), np.dtype(T).itemsize
+    L, SIZE, HELD = lanes(T), np.dtype(T).itemsize, np.dtype(M).itemsize
     VECTOR = ACROSS * L * SIZE
     LESS = max(ROWS - 1, 1)
-    big, small, one = (_block_of_sums(T, rows, ACROSS, PITCH, AHEAD, FINISH) for rows in (ROWS, LESS, 1))
-    fill_slot, write = _filler(T, CHANNELS_LAST), _writer(T, ACROSS, CHANNELS_LAST, FINISH)
+    big, small, one = (_block_of_sums(T, M, rows, ACROSS, PITCH, AHEAD, FINISH) for rows in (ROWS, LESS, 1))
+    fill_slot, write = _filler(T, M, CHANNELS_LAST), _writer(T, M, ACROSS, CHANNELS_LAST, FINISH)
 
     @kernel
     def convolve(block):
@@ -501,15 +509,15 @@ def convolve_kernel(
                 d = _word(phase, _D_START) + depth * _word(phase, _D_STEP)
                 h = _word(phase, _H_START) + row * _word(phase, _H_STEP)
                 wide = G * O if CHANNELS_LAST else 1
-                row_bytes = _word(phase, _H_STEP) * OW * wide * SIZE
-                image_bytes = G * O * OD * OH * OW * SIZE
-                distance = G * O * SIZE if CHANNELS_LAST else OD * OH * OW * SIZE
-                corner = y + image * image_bytes + ((d * OH + h) * OW + column * step) * wide * SIZE
+                row_bytes = _word(phase, _H_STEP) * OW * wide * HELD
+                image_bytes = G * O * OD * OH * OW * HELD
+                distance = G * O * HELD if CHANNELS_LAST else OD * OH * OW * HELD
+                corner = y + image * image_bytes + ((d * OH + h) * OW + column * step) * wide * HELD
                 count_all = min(columns * step, OW - column * step)
                 whole = _word(phase, _H_STEP) == 1 and _word(plan, _COLUMN_TILES) == 1 and single
                 for at in range(first_block, end_block):
                     channels = O - at * ACROSS * L
-                    here = corner + (group * O + at * ACROSS * L) * (SIZE if CHANNELS_LAST else distance)
+                    here = corner + (group * O + at * ACROSS * L) * (HELD if CHANNELS_LAST else distance)
                     for c in range(_word(plan, _COLUMN_PHASES)):
                         those = plan + 8 * (_word(phase, _COLUMN_PLACE) + COLUMN * c)
                         terms, offsets = _word(those, _C_TERMS), _word(those, _C_OFFSETS)
@@ -559,13 +567,13 @@ def convolve_kernel(
                                         if last and not CHANNELS_LAST and ready - done >= 2 * L:
                                             # Squares leave as soon as they are there: stores drain beside the sums.
                                             count = (ready - done) // L * L
-                                            write(begin + done * VECTOR, result + done * SIZE, distance, count,
+                                            write(begin + done * VECTOR, result + done * HELD, distance, count,
                                                   channels, more, limits)  # fmt: skip
                                             done += count
                                     if last and (r == rows - 1 or not whole):
                                         if not CHANNELS_LAST:
                                             rest = begin + done * VECTOR
-                                            write(rest, result + done * SIZE, distance, ready - done, channels,
+                                            write(rest, result + done * HELD, distance, ready - done, channels,
                                                   more, limits)  # fmt: skip
                                         elif channels < ACROSS * L:
                                             write(begin, result, distance, ready, channels, more, limits)
@@ -585,7 +593,7 @@ def convolve_kernel(
 
 
 @functools.cache
-def filter_kernel(T: type, ACROSS: int) -> Kernel:
+def filter_kernel(T: type, M: type, ACROSS: int) -> Kernel:
     """Filters whose terms lie side by side for each channel of the result: squares are transposed.
 
     Arguments: tasks, w, filters, blocks of a group, channels of the result in a group, bytes from one of them to the
@@ -593,7 +601,7 @@ def filter_kernel(T: type, ACROSS: int) -> Kernel:
     of a task. The table has for each term of each line its place in the filters and the distance of the blocks there,
     or -1. Neighbouring tasks are neighbouring blocks of the same lines, which lie in one another's cache lines.
     """
-    L, SIZE = lanes(T), np.dtype(T).itemsize
+    L, SIZE, HELD = lanes(T), np.dtype(T).itemsize, np.dtype(M).itemsize
 
     @kernel
     def order_filters(block):
@@ -620,12 +628,12 @@ def filter_kernel(T: type, ACROSS: int) -> Kernel:
                 for line in range(first_line, min(first_line + some_lines, lines)):
                     term = 0
                     while term < terms:
-                        place, some = source + line * line_pitch + term * SIZE, min(terms - term, L)
+                        place, some = source + line * line_pitch + term * HELD, min(terms - term, L)
                         here = table + 16 * (line * terms + term)
                         if rows == L and some == L:
-                            store_table(transpose(load_block(T, L, place, pitch)), base, here, place_of_block, some)
+                            store_table(transpose(load_block(M, L, place, pitch)), base, here, place_of_block, some)
                         elif rows > 0:
-                            square = load_block_clipped(T, L, place, pitch, rows, some)
+                            square = load_block_clipped(M, L, place, pitch, rows, some)
                             store_table(transpose(square), base, here, place_of_block, some)
                         else:
                             store_table(fill(L, zero(T)), base, here, place_of_block, some)
@@ -636,14 +644,14 @@ def filter_kernel(T: type, ACROSS: int) -> Kernel:
 
 
 @functools.cache
-def filter_rows_kernel(T: type, ACROSS: int) -> Kernel:
+def filter_rows_kernel(T: type, M: type, ACROSS: int) -> Kernel:
     """Filters whose channels of the result lie side by side: vectors are copied.
 
     Arguments: tasks, w, filters, blocks of a group, channels of the result in a group, terms, bytes from a group to the
     next, table, terms of a task. The table has for each term its place in w, its place in the filters and the distance
     of the blocks there.
     """
-    L, SIZE = lanes(T), np.dtype(T).itemsize
+    L, SIZE, HELD = lanes(T), np.dtype(T).itemsize, np.dtype(M).itemsize
 
     @kernel
     def order_filter_rows(block):
@@ -665,9 +673,9 @@ def filter_rows_kernel(T: type, ACROSS: int) -> Kernel:
                     k = (at * ACROSS + v) * L
                     row = source + _word(here, 0)
                     if k + L <= channels:
-                        store(target + v * L * SIZE, load(T, row + k * SIZE))
+                        store(target + v * L * SIZE, load(M, row + k * HELD))
                     else:
-                        store(target + v * L * SIZE, load_clipped(T, row, k, channels))
+                        store(target + v * L * SIZE, load_clipped(M, row, k, channels))
             task = next_tile(block)
 
     return order_filter_rows
@@ -678,7 +686,7 @@ def filter_rows_kernel(T: type, ACROSS: int) -> Kernel:
 
 @functools.cache
 def gradient_kernel(
-    T: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool, AHEAD: bool, TURNS: bool
+    T: type, M: type, ROWS: int, ACROSS: int, PITCH: int, CHANNELS_LAST: bool, AHEAD: bool, TURNS: bool
 ) -> Kernel:  # fmt: skip
     """wgrad into ordered sums. Arguments: tasks, x, dy, sums, memory of the threads, plan, pitch, offsets of the
     pixels, lines, rows of a line, offsets of the lines, ranges of lines, lines of a range, a row of zeros,
@@ -692,11 +700,11 @@ def gradient_kernel(
     summed up. A block takes one line of each pixel, which the CPU does not foresee (8 images of 112x112, 16 by 96
     channels: 2536 us without it, 1582 with; AMD EPYC, two cores held to AVX2).
     """
-    L, SIZE = lanes(T), np.dtype(T).itemsize
+    L, SIZE, HELD = lanes(T), np.dtype(T).itemsize, np.dtype(M).itemsize
     VECTOR = ACROSS * L * SIZE
     LESS = max(ROWS - 1, 1)
-    big, small, one = (_block_of_sums(T, rows, ACROSS, PITCH, AHEAD, False) for rows in (ROWS, LESS, 1))
-    fill_slot = _turning_filler(T) if TURNS else _filler(T, CHANNELS_LAST)
+    big, small, one = (_block_of_sums(T, T, rows, ACROSS, PITCH, AHEAD, False) for rows in (ROWS, LESS, 1))
+    fill_slot = _turning_filler(T, M) if TURNS else _filler(T, M, CHANNELS_LAST)
 
     @inline
     def gather(plan, dy, target, image, images, group, k, depth, row, rows, column, columns):
@@ -708,28 +716,28 @@ def gradient_kernel(
             to = target + b * run * VECTOR
             if CHANNELS_LAST:
                 place = (((image + b) * OD + depth) * OH + row) * OW + column
-                place = dy + (place * G + group) * O * SIZE
+                place = dy + (place * G + group) * O * HELD
                 for q in range(run):
-                    source = place + q * G * O * SIZE
+                    source = place + q * G * O * HELD
                     for v in range(ACROSS):
                         first = k + v * L
                         if first + L <= O:
-                            store(to + q * VECTOR + v * L * SIZE, load(T, source + first * SIZE))
+                            store(to + q * VECTOR + v * L * SIZE, load(M, source + first * HELD))
                         else:
-                            store(to + q * VECTOR + v * L * SIZE, load_clipped(T, source, first, max(O, 0)))
+                            store(to + q * VECTOR + v * L * SIZE, load_clipped(M, source, first, max(O, 0)))
             else:
-                plane = OD * OH * OW * SIZE
+                plane = OD * OH * OW * HELD
                 place = ((((image + b) * G + group) * O + k) * OD + depth) * OH + row
-                place = dy + (place * OW + column) * SIZE
+                place = dy + (place * OW + column) * HELD
                 for v in range(ACROSS):
                     channels = min(O - k - v * L, L)
                     q = 0
                     while q < run:
-                        source, here = place + v * L * plane + q * SIZE, to + q * VECTOR + v * L * SIZE
+                        source, here = place + v * L * plane + q * HELD, to + q * VECTOR + v * L * SIZE
                         if channels == L and q + L <= run:
-                            store_block(transpose(load_block(T, L, source, plane)), here, VECTOR)
+                            store_block(transpose(load_block(M, L, source, plane)), here, VECTOR)
                         elif channels > 0:
-                            square = load_block_clipped(T, L, source, plane, channels, min(run - q, L))
+                            square = load_block_clipped(M, L, source, plane, channels, min(run - q, L))
                             store_block(transpose(square), here, VECTOR)
                         else:
                             store_block(fill(L, zero(T)), here, VECTOR)
@@ -818,10 +826,10 @@ def gradient_kernel(
 
 
 @functools.cache
-def gradient_store_kernel(T: type, ACROSS: int) -> Kernel:
+def gradient_store_kernel(T: type, M: type, ACROSS: int) -> Kernel:
     """Ordered sums to dw, squares transposed. Arguments: tasks, sums, dw, blocks of a group, channels of dy in a group,
     numbers of a filter, table of each one's place among a block's sums."""
-    L, SIZE = lanes(T), np.dtype(T).itemsize
+    L, SIZE, HELD = lanes(T), np.dtype(T).itemsize, np.dtype(M).itemsize
     VECTOR = ACROSS * L * SIZE
 
     @kernel
@@ -835,15 +843,17 @@ def gradient_store_kernel(T: type, ACROSS: int) -> Kernel:
                 k = (at * ACROSS + v) * L
                 some = min(channels - k, L)
                 source = sums + task * numbers * VECTOR + v * L * SIZE
-                target = dw + (group * channels + k) * numbers * SIZE
+                target = dw + (group * channels + k) * numbers * HELD
                 if some > 0:
                     j = 0
                     while j < numbers:
                         square = transpose(load_table(T, L, source, table + 8 * j))
                         if some == L and j + L <= numbers:
-                            store_block(square, target + j * SIZE, numbers * SIZE)
+                            store_block(narrow(M, square), target + j * HELD, numbers * HELD)
                         else:
-                            store_block_clipped(square, target + j * SIZE, numbers * SIZE, some, min(numbers - j, L))
+                            store_block_clipped(
+                                narrow(M, square), target + j * HELD, numbers * HELD, some, min(numbers - j, L)
+                            )
                         j += L
             task = next_tile(block)
 

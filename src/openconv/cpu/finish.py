@@ -2,7 +2,8 @@
 
 Kernels take two words for it. `more` is the distance from a place of the result to the same place of the residual,
 which lies as the result does; 0 for none. `limits` is the address of two numbers, low and high; 0 where sums are not
-yet whole and nothing is to be done to them.
+yet whole and nothing is to be done to them. The limits are of the type T that is computed with, the residual is of
+what the tensors hold, M.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from ..epilogue import Finish
 from ..problem import Problem
 from ..tensors import DTYPES
+from .low_precision import computed
 from .simd import (
     Vector,
     add_blocks,
@@ -45,8 +47,8 @@ class Words:
     def __init__(self, problem: Problem) -> None:
         finish = Finish.of(problem.epilogue)
         self.wanted = finish.clamps or finish.residual is not None
-        self._limits = torch.tensor([finish.low, finish.high], dtype=DTYPES[problem.result_dtype])
-        self._address = self._limits.data_ptr() if self.wanted else 0
+        self._limits = torch.tensor([finish.low, finish.high], dtype=DTYPES[computed(problem).result_dtype])
+        self._address = self._limits.data_ptr()
 
     def of(self, result: Tensor, residual: Tensor | None) -> tuple[int, int]:
         """`more` and `limits` of one call."""
@@ -76,49 +78,49 @@ def _limit(typingctx, value, low, high):
 
 
 @functools.cache
-def finish_vector(T: type) -> Any:
+def finish_vector(T: type, M: type) -> Any:
     """finish(value, place, more, limits): a vector that goes to `place`."""
     SIZE = np.dtype(T).itemsize
 
     @inline
     def finish(value, place, more, limits):
         if more != 0:
-            value = value + load(T, place + more)
+            value = value + load(M, place + more)
         return _limit(value, broadcast(load_scalar(T, limits)), broadcast(load_scalar(T, limits + SIZE)))
 
     return finish
 
 
 @functools.cache
-def finish_row(T: type) -> Any:
+def finish_row(T: type, M: type) -> Any:
     """finish(value, row, index, limit, more, limits): the lanes from `index` on of a row that ends at `limit`."""
     SIZE = np.dtype(T).itemsize
 
     @inline
     def finish(value, row, index, limit, more, limits):
         if more != 0:
-            value = value + load_clipped(T, row + more, index, limit)
+            value = value + load_clipped(M, row + more, index, limit)
         return _limit(value, broadcast(load_scalar(T, limits)), broadcast(load_scalar(T, limits + SIZE)))
 
     return finish
 
 
 @functools.cache
-def finish_rows(T: type, ROWS: int, ACROSS: int) -> Any:
+def finish_rows(T: type, M: type, ROWS: int, ACROSS: int) -> Any:
     """finish(block, place, pitch, more, limits): ROWS rows of ACROSS vectors, a pitch apart."""
     SIZE = np.dtype(T).itemsize
 
     @inline
     def finish(block, place, pitch, more, limits):
         if more != 0:
-            block = add_blocks(block, load_rows(T, ROWS, ACROSS, place + more, pitch))
+            block = add_blocks(block, load_rows(M, ROWS, ACROSS, place + more, pitch))
         return _limit(block, broadcast(load_scalar(T, limits)), broadcast(load_scalar(T, limits + SIZE)))
 
     return finish
 
 
 @functools.cache
-def finish_square(T: type) -> Any:
+def finish_square(T: type, M: type) -> Any:
     """finish(block, place, pitch, more, limits, rows, count): a square of vectors a pitch apart, of which `rows` with
     `count` lanes each are there."""
     L, SIZE = lanes(T), np.dtype(T).itemsize
@@ -127,9 +129,9 @@ def finish_square(T: type) -> Any:
     def finish(block, place, pitch, more, limits, rows, count):
         if more != 0:
             if rows >= L and count >= L:
-                block = add_blocks(block, load_block(T, L, place + more, pitch))
+                block = add_blocks(block, load_block(M, L, place + more, pitch))
             else:
-                block = add_blocks(block, load_block_clipped(T, L, place + more, pitch, rows, count))
+                block = add_blocks(block, load_block_clipped(M, L, place + more, pitch, rows, count))
         return _limit(block, broadcast(load_scalar(T, limits)), broadcast(load_scalar(T, limits + SIZE)))
 
     return finish

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..device import Device
 from ..engine import Engine, Knobs, Runner, Traits
+from ..prepared import kept, prepared
 from ..problem import DTYPE_BYTES, Problem
 from ..tensors import DTYPES
 from .direct_plan import is_even, line_cycles
 from .finish import Words
-from .matrices import Region, float_refusals, sum_error
+from .low_precision import computed, memory_refusals, memory_token
+from .matrices import Region, sum_error
 from .pixels_kernels import APART, CHUNK, TOGETHER, pixels_kernel
 from .runtime import launch, numbering
 from .simd import LANE_BYTES
@@ -54,9 +55,10 @@ class Pixels(Engine):
     name = "cpu.pixels"
     takes_bias = True
     takes_finish = True
+    takes_low = True
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
-        yield from float_refusals(problem)
+        yield from memory_refusals(problem)
         if problem.is_empty:
             yield "a tensor is empty; there are no vectors"
         if problem.direction == "wgrad":
@@ -74,17 +76,23 @@ class Pixels(Engine):
             yield f"rank is {problem.rank}; windows are copied along two axes"
         if _copy(problem) == "windows" and problem.stride[-1] != 1:
             yield f"stride is {problem.stride}; taps of neighbouring outputs are neighbours if it is 1 along a row"
+        if computed(problem) != problem and (terms := _channels(problem)[0]) > CHUNK:
+            yield f"a sum has {terms} terms; beyond {CHUNK} it waits in the result, which {problem.result_dtype} rounds"
 
     def traits(self, problem: Problem, knobs: Panels) -> Traits:
+        problem = computed(problem)
         return Traits(problem.result_dtype, sum_error(problem))
 
     def workspace_bytes(self, problem: Problem, device: Device, knobs: Panels) -> int:
-        return device.threads * _thread_bytes(problem, _cut(problem, device, knobs))
+        core = computed(problem)
+        widened = _widened(problem).bytes if core != problem else 0
+        return device.threads * _thread_bytes(core, _cut(core, device, knobs)) + widened
 
     def knobs(self, problem: Problem, device: Device) -> Iterable[Panels]:
-        return _knobs(problem, device)
+        return _knobs(computed(problem), device)
 
     def cost(self, problem: Problem, device: Device, knobs: Panels) -> float:
+        problem = computed(problem)
         cut, size = _cut(problem, device, knobs), DTYPE_BYTES[problem.result_dtype]
         cycle = 4 * cut.lanes / (device.vector_rate * 4 / size / device.threads)
         panels = -(-cut.pixels // (_ACROSS * cut.lanes)) * problem.groups
@@ -104,7 +112,7 @@ class Pixels(Engine):
         return 9e-6 + max(arithmetic / device.threads * balance * 1.04, memory)
 
     def build(self, problem: Problem, device: Device, knobs: Panels) -> Runner:
-        return _build(problem, _cut(problem, device, knobs))
+        return _build(problem, _cut(computed(problem), device, knobs))
 
 
 @dataclass(frozen=True)
@@ -194,29 +202,41 @@ def _thread_bytes(problem: Problem, cut: _Cut) -> int:
     return Region(own, size).bytes
 
 
+def _widened(problem: Problem) -> Region:
+    """The filters of a forward pass as they are computed with: their scalars are read in the innermost loop."""
+    return Region(prod(problem.w_shape) if problem.direction == "fprop" else 0, 4)
+
+
 def _build(problem: Problem, cut: _Cut) -> Runner:
-    size, dtype = DTYPE_BYTES[problem.result_dtype], DTYPES[problem.result_dtype]
-    T: type = np.float32 if size == 4 else np.float64
+    core = computed(problem)
+    T, M = memory_token(core.result_dtype), memory_token(problem.result_dtype)
+    dtype, held = DTYPES[core.result_dtype], DTYPE_BYTES[problem.result_dtype]
     forward, copy = problem.direction == "fprop", _copy(problem)
     finish = Words(problem)
-    convolve = pixels_kernel(T, cut.rows, _ACROSS, forward, copy, finish.wanted)
+    convolve = pixels_kernel(T, M, cut.rows, _ACROSS, forward, copy, finish.wanted)
     plane = prod(problem.spatial) if forward else prod(problem.out)
-    none = torch.zeros(1, dtype=dtype)
+    none = torch.zeros(1, dtype=DTYPES[problem.result_dtype])
     words = {"run": _nothing, "table": _offsets, "windows": _windows}[copy](problem)
     table = torch.tensor(words, dtype=torch.int64)
     width = prod(problem.w_shape[1:])  # of a row of w
+    size = dtype.itemsize if forward else held  # of a number of w
     pitch, step = (width * size, size) if forward else (size, width * size)
+    widens, key, space = forward and core != problem, (Pixels.name, dtype), cut.threads * _thread_bytes(core, cut)
     tasks = cut.tiles * problem.groups * cut.ranges
     team = 1 if problem.macs < 20_000 else cut.threads
     numbers = (
         problem.groups, cut.inner, cut.outer, prod(problem.out), plane, cut.pixels, cut.vectors, cut.ranges,
-        cut.range_rows, pitch, step, table.data_ptr(), _thread_bytes(problem, cut),
+        cut.range_rows, pitch, step, table.data_ptr(), _thread_bytes(core, cut),
     )  # fmt: skip
 
     def run(a: Tensor, b: Tensor, result: Tensor, workspace: Tensor, bias: Tensor | None,
             residual: Tensor | None = None) -> None:  # fmt: skip
-        start, start_pitch = (none, 0) if bias is None else (bias, size)
-        places = (tasks, a.data_ptr(), b.data_ptr(), result.data_ptr(), start.data_ptr(), start_pitch,
+        w = kept(b, key) if widens else b
+        if w is None:
+            spare = workspace[space : space + dtype.itemsize * b.numel()].view(dtype).view_as(b)
+            w = prepared(b, key, lambda out: out.copy_(b), spare)
+        start, start_pitch = (none, 0) if bias is None else (bias, held)
+        places = (tasks, a.data_ptr(), w.data_ptr(), result.data_ptr(), start.data_ptr(), start_pitch,
                   workspace.data_ptr())  # fmt: skip
         launch(convolve, (*places, *numbers, numbering(team), *finish.of(result, residual)), team)
         _ = table  # it lives as long as the call

@@ -23,6 +23,7 @@ from .simd import (
     load_clipped,
     load_rows,
     load_scalar,
+    narrow,
     next_tile,
     prefetch,
     store,
@@ -46,11 +47,11 @@ APART = 64
 
 
 @functools.cache
-def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int, FINISH: bool) -> Any:
+def _block_of_sums(T: type, M: type, ROWS: int, ACROSS: int, PITCH: int, FINISH: bool) -> Any:
     """sums = start + (sum over terms of scalars * vectors). PITCH is the distance of the scalars where it is known.
-    FINISH: sums are finished with `more` and `limits`, unless the latter is 0."""
-    COUNT, VECTOR = ROWS * ACROSS, ACROSS * lanes(T) * np.dtype(T).itemsize
-    finish = finish_rows(T, ROWS, ACROSS)
+    Unless `limits` is 0, sums are whole and lie in the result: they are finished, if FINISH, and rounded to M."""
+    COUNT, VECTOR, LOW = ROWS * ACROSS, ACROSS * lanes(T) * np.dtype(T).itemsize, M is not T
+    finish = finish_rows(T, M, ROWS, ACROSS)
 
     @inline
     def block_of_sums(start, start_pitch, sums, sums_pitch, a, pitch, step, terms, b, more, limits):
@@ -61,7 +62,10 @@ def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int, FINISH: bool) ->
         if FINISH:
             if limits != 0:
                 total = finish(total, sums, sums_pitch, more, limits)
-        store_rows(total, ROWS, sums, sums_pitch)
+        if LOW and limits != 0:
+            store_rows(narrow(M, total), ROWS, sums, sums_pitch)
+        else:
+            store_rows(total, ROWS, sums, sums_pitch)
 
     if PITCH:
 
@@ -78,7 +82,9 @@ def _block_of_sums(T: type, ROWS: int, ACROSS: int, PITCH: int, FINISH: bool) ->
 
 
 @functools.cache
-def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FINISH: bool) -> Kernel:
+def pixels_kernel(
+    T: type, M: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FINISH: bool
+) -> Kernel:  # fmt: skip
     """y[channel, pixel] = start[channel] + sum over terms of w * x[term, pixel].
 
     Arguments: tasks, x, w, y, start, bytes from the start of a channel to the next (0: all have one), memory; groups,
@@ -97,8 +103,11 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
     copied too, for `TOGETHER` blocks at a time.
 
     Where a panel is not one run of an image, its sums go through a block of the thread's own.
+
+    T is what is computed with, M what the tensors hold, but for the w of a forward pass, which is of T. f16 and bf16
+    are widened on their way into the panels and rounded where sums are whole, in a single chunk.
     """
-    L, SIZE = lanes(T), np.dtype(T).itemsize
+    L, SIZE, HELD = lanes(T), np.dtype(T).itemsize, np.dtype(M).itemsize
     VECTOR = ACROSS * L * SIZE
     PANEL = CHUNK * VECTOR + APART
     LESS = max(ROWS - 1, 1)
@@ -106,27 +115,28 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
     SCALARS = (CHUNK * ROWS + BESIDE * L) * SIZE  # of a block
     LINES = TOGETHER * ROWS * SIZE // 64 + 1
     PITCH = 0 if FORWARD else SIZE
+    W_SIZE = SIZE if FORWARD else HELD
     RUN, TABLE, WINDOWS = COPY == "run", COPY == "table", COPY == "windows"
-    big, small, one = (_block_of_sums(T, rows, ACROSS, PITCH, FINISH) for rows in (ROWS, LESS, 1))
-    finished = finish_vector(T)
+    big, small, one = (_block_of_sums(T, M, rows, ACROSS, PITCH, FINISH) for rows in (ROWS, LESS, 1))
+    finished = finish_vector(T, M)
 
     @inline
     def copy_pixels(x, image_bytes, plane, target, terms, pixel, P, all_pixels, table):
         """A vector of pixels for so many terms; zeros behind the last pixel."""
         image, p = pixel // P, pixel % P
         if RUN and p + L <= P and pixel < all_pixels:
-            source = x + image * image_bytes + p * SIZE
+            source = x + image * image_bytes + p * HELD
             for t in range(terms):
-                store(target + t * VECTOR, load(T, source + t * plane))
+                store(target + t * VECTOR, load(M, source + t * plane))
         else:
             for i in range(L):
                 if pixel + i < all_pixels:
                     image, p = (pixel + i) // P, (pixel + i) % P
                     if TABLE:
                         p = load_scalar(np.int64, table + 8 * p)
-                    source = x + image * image_bytes + p * SIZE
+                    source = x + image * image_bytes + p * HELD
                     for t in range(terms):
-                        store_scalar(target + t * VECTOR + i * SIZE, load_scalar(T, source + t * plane))
+                        store_scalar(target + t * VECTOR + i * SIZE, load_scalar(M, source + t * plane))
                 else:
                     for t in range(terms):
                         store_scalar(target + t * VECTOR + i * SIZE, T(0))
@@ -138,8 +148,8 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
             from_, to = source + t * plane, target + t * VECTOR
             for _ in range(count // ACROSS):
                 for v in range(ACROSS):
-                    store(to + v * L * SIZE, load(T, from_ + v * L * SIZE))
-                from_ += VECTOR
+                    store(to + v * L * SIZE, load(M, from_ + v * L * HELD))
+                from_ += ACROSS * L * HELD
                 to += PANEL
 
     @inline
@@ -154,15 +164,15 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
         beside = ow + L <= OW and pixel < all_pixels  # in one row
         inside = ow >= pw and ow - pw + (S - 1) * dw + L <= W
         h = oh * step + r * dh - ph
-        row = x + image * image_bytes + c * plane + (h * W + ow - pw) * SIZE
+        row = x + image * image_bytes + c * plane + (h * W + ow - pw) * HELD
         for t in range(terms):
             to = target + t * VECTOR
             if beside and (h < 0 or h >= H):
                 store(to, zero(T))
             elif beside and inside:
-                store(to, load(T, row + s * dw * SIZE))
+                store(to, load(M, row + s * dw * HELD))
             elif beside:
-                store(to, load_clipped(T, row - (ow - pw) * SIZE, ow - pw + s * dw, W))
+                store(to, load_clipped(M, row - (ow - pw) * HELD, ow - pw + s * dw, W))
             else:
                 for i in range(L):
                     value = T(0)
@@ -170,7 +180,7 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
                         at, q = (pixel + i) // P, (pixel + i) % P
                         y, z = q // OW * step + r * dh - ph, q % OW + s * dw - pw
                         if y >= 0 and y < H and z >= 0 and z < W:
-                            value = load_scalar(T, x + at * image_bytes + c * plane + (y * W + z) * SIZE)
+                            value = load_scalar(M, x + at * image_bytes + c * plane + (y * W + z) * HELD)
                     store_scalar(to + i * SIZE, value)
             s += 1
             if s == S:
@@ -178,7 +188,7 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
                 if r == R:
                     c, r = c + 1, 0
                 h = oh * step + r * dh - ph
-                row = x + image * image_bytes + c * plane + (h * W + ow - pw) * SIZE
+                row = x + image * image_bytes + c * plane + (h * W + ow - pw) * HELD
 
     @inline
     def row_of(part, large, less):
@@ -191,14 +201,14 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
         that is wanted of it is read at once. What a store writes too much the next one replaces."""
         for t in range(terms):
             row = row_of(first, large, less)
-            prefetch(LINES, source + (t + 8) * step + row * SIZE)  # rows of w may lie a page apart
+            prefetch(LINES, source + (t + 8) * step + row * HELD)  # rows of w may lie a page apart
             for part in range(first, end):
                 for v in range(BESIDE):
                     to = target + (part - first) * SCALARS + (t * ROWS + v * L) * SIZE
                     if row + BESIDE * L <= there:
-                        store(to, load(T, source + t * step + (row + v * L) * SIZE))
+                        store(to, load(M, source + t * step + (row + v * L) * HELD))
                     else:
-                        store(to, load_clipped(T, source + t * step, row + v * L, there))
+                        store(to, load_clipped(M, source + t * step, row + v * L, there))
                 row += ROWS if part < large else (LESS if part < large + less else 1)
 
     @inline
@@ -206,40 +216,40 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
         """A vector of pixels for so many rows: from the sums, or to them."""
         image, p = pixel // P, pixel % P
         if p + L <= P and pixel < all_pixels:
-            place = y + image * image_bytes + p * SIZE
+            place = y + image * image_bytes + p * HELD
             for r in range(rows):
                 if out:
                     value = load(T, sums + r * VECTOR)
                     if FINISH:
                         if limits != 0:
                             value = finished(value, place + r * pitch, more, limits)
-                    store(place + r * pitch, value)
+                    store(place + r * pitch, narrow(M, value))
                 else:
-                    store(sums + r * VECTOR, load(T, place + r * pitch))
+                    store(sums + r * VECTOR, load(M, place + r * pitch))
         else:
             for i in range(min(L, all_pixels - pixel)):
                 image, p = (pixel + i) // P, (pixel + i) % P
-                place = y + image * image_bytes + p * SIZE
+                place = y + image * image_bytes + p * HELD
                 for r in range(rows):
                     if out:
                         one_value = load_scalar(T, sums + r * VECTOR + i * SIZE)
                         if FINISH:
                             if limits != 0:
                                 if more != 0:
-                                    one_value += load_scalar(T, place + r * pitch + more)
+                                    one_value += load_scalar(M, place + r * pitch + more)
                                 low, high = load_scalar(T, limits), load_scalar(T, limits + SIZE)
                                 one_value = low if low > one_value else one_value
                                 one_value = high if high < one_value else one_value
-                        store_scalar(place + r * pitch, one_value)
+                        store_scalar(place + r * pitch, narrow(M, one_value))
                     else:
-                        store_scalar(sums + r * VECTOR + i * SIZE, load_scalar(T, place + r * pitch))
+                        store_scalar(sums + r * VECTOR + i * SIZE, load_scalar(M, place + r * pitch))
 
     @kernel
     def convolve_pixels(block):
         tasks, x, w, y = argument(block, 0), argument(block, 1), argument(block, 2), argument(block, 3)
         bias, bias_pitch, memory = argument(block, 4), argument(block, 5), argument(block, 6)
         G, I, O, P = argument(block, 7), argument(block, 8), argument(block, 9), argument(block, 10)
-        plane, all_pixels, tile_vectors = argument(block, 11) * SIZE, argument(block, 12), argument(block, 13)
+        plane, all_pixels, tile_vectors = argument(block, 11) * HELD, argument(block, 12), argument(block, 13)
         ranges, range_rows = argument(block, 14), argument(block, 15)
         pitch, step, table = argument(block, 16), argument(block, 17), argument(block, 18)
         panels = memory + thread_number(block, argument(block, 20)) * argument(block, 19)
@@ -249,7 +259,7 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
         scalars = starts + TOGETHER * ROWS * VECTOR
         taps = word(table, 3) * word(table, 4) if WINDOWS else 1
         C = I // taps
-        x_image, y_image, y_pitch = G * C * plane, G * O * P * SIZE, P * SIZE
+        x_image, y_image, y_pitch = G * C * plane, G * O * P * HELD, P * HELD
         task = next_tile(block)
         while task < tasks:
             first_row = task % ranges * range_rows
@@ -266,7 +276,7 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
                 run = 0  # vectors that are copied row by row
                 if RUN and first_pixel % P + count * L <= P:
                     run = count // ACROSS * ACROSS
-                    place = from_ + first * plane + first_pixel // P * x_image + first_pixel % P * SIZE
+                    place = from_ + first * plane + first_pixel // P * x_image + first_pixel % P * HELD
                     copy_run(place, plane, panels, terms, run)
                 for i in range(run, (count + ACROSS - 1) // ACROSS * ACROSS):
                     target, pixel = panels + i // ACROSS * PANEL + i % ACROSS * L * SIZE, first_pixel + i * L
@@ -274,7 +284,7 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
                         copy_windows(from_, x_image, plane, target, first, terms, pixel, P, all_pixels, table)
                     else:
                         copy_pixels(from_ + first * plane, x_image, plane, target, terms, pixel, P, all_pixels, table)
-                rows_of_w = w + group * O * I * SIZE + first_row * pitch + first * step
+                rows_of_w = w + group * O * I * W_SIZE + first_row * pitch + first * step
                 some = 0
                 while some < parts:
                     end = min(some + TOGETHER, parts)
@@ -283,7 +293,7 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
                     if first == 0:
                         beginning = bias + (group * O + first_row) * bias_pitch
                         for row in range(row_of(some, large, less), row_of(end, large, less)):
-                            value = broadcast(load_scalar(T, beginning + row * bias_pitch))
+                            value = broadcast(load_scalar(M, beginning + row * bias_pitch))
                             for v in range(ACROSS):
                                 store(starts + (row - row_of(some, large, less)) * VECTOR + v * L * SIZE, value)
                     image, p = first_pixel // P, first_pixel % P
@@ -297,7 +307,7 @@ def pixels_kernel(T: type, ROWS: int, ACROSS: int, FORWARD: bool, COPY: str, FIN
                                 a, a_step = scalars + (part - some) * SCALARS, ROWS * SIZE
                             rows = ROWS if part < large else (LESS if part < large + less else 1)
                             begin = y + (group * O + first_row + row) * y_pitch
-                            sums, sums_pitch, now = begin + image * y_image + p * SIZE, y_pitch, last
+                            sums, sums_pitch, now = begin + image * y_image + p * HELD, y_pitch, last
                             if not whole:
                                 sums, sums_pitch, now = spare, VECTOR, 0
                                 if first > 0:

@@ -161,6 +161,17 @@ def has_f16() -> bool:
     return "vcvtps2ph" in code or "fcvtn" in code
 
 
+@functools.cache
+def _shuffles_bytes() -> bool:
+    """Whether the machine has AVX2's shuffle of bytes."""
+    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    if not triple.startswith("x86_64"):
+        return False
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=2)
+    text = "define <8 x i32> @f(<8 x i32> %x) {\n %y = add <8 x i32> %x, %x\n ret <8 x i32> %y\n}"
+    return "ymm" in machine.emit_assembly(binding.parse_assembly(text))
+
+
 _I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
@@ -272,8 +283,22 @@ def emit_widen(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     kind = _like(value.type, ir.FloatType())
     if getattr(value.type, "element", value.type) == ir.HalfType():
         return builder.fpext(value, kind)
+    if getattr(value.type, "count", 0) == 8 and _shuffles_bytes():
+        return _emit_widen_bytes(builder, value)
     words = _like(value.type, _I32)
     return builder.bitcast(builder.shl(builder.zext(value, words), _each(words, 16)), kind)
+
+
+def _emit_widen_bytes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Eight bf16 as f32 by one instruction of AVX2, which puts bytes and zeros anywhere within 16 bytes, behind a load
+    that puts the eight into both halves of a vector. To extend and to shift them are two, and LLVM finds no better."""
+    twice = ir.Constant(ir.VectorType(_I32, 16), [*range(8), *range(8)])
+    bytes_ = ir.VectorType(ir.IntType(8), 32)
+    both = builder.bitcast(builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), twice), bytes_)
+    picks = ir.Constant(bytes_, [at for i in range(8) for at in (0x80, 0x80, 2 * i, 2 * i + 1)])
+    signature = ir.FunctionType(bytes_, [bytes_, bytes_])
+    shuffle = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx2.pshuf.b")
+    return builder.bitcast(builder.call(shuffle, [both, picks]), _like(value.type, ir.FloatType()))
 
 
 def emit_narrow(builder: ir.IRBuilder, value: ir.Value, memory: ir.Type) -> ir.Value:
@@ -829,7 +854,7 @@ def fma_rows(typingctx, block, rows, a, pitch, b):
 
 @intrinsic(prefer_literal=True)
 def load_rows(typingctx, dtype, rows, across, address, pitch):
-    """load_rows(T, rows, n, address, pitch) -> a block of rows x n vectors: n behind each other, rows a pitch apart."""
+    """load_rows(M, rows, n, address, pitch) -> a block of rows x n vectors: n behind each other, rows a pitch apart."""
     vector = vector_of(dtype)
     if vector is None or not isinstance(rows, types.IntegerLiteral) or not isinstance(across, types.IntegerLiteral):
         return None
@@ -837,10 +862,10 @@ def load_rows(typingctx, dtype, rows, across, address, pitch):
     block = types.UniTuple(vector, count * width)
 
     def codegen(context, builder, signature, args):
-        kind = context.get_value_type(vector)
-        places = emit_rows(builder, args[3], args[4], count)
-        each = [emit_offset(builder, place, v, LANE_BYTES) for place in places for v in range(width)]
-        return pack(builder, [emit_load(builder, kind, place) for place in each])
+        kind, memory = context.get_value_type(vector), memory_of(dtype)
+        places, size = emit_rows(builder, args[3], args[4], count), LANE_BYTES if memory is None else LANE_BYTES // 2
+        each = [emit_offset(builder, place, v, size) for place in places for v in range(width)]
+        return pack(builder, [emit_load(builder, kind, place, memory) for place in each])
 
     return block(dtype, rows, across, types.int64, types.int64), codegen
 
@@ -854,10 +879,10 @@ def store_rows(typingctx, block, rows, address, pitch):
 
     def codegen(context, builder, signature, args):
         values = unpack(builder, args[0])
-        width = len(values) // count
+        width, size = len(values) // count, block.dtype.count * _element_bytes(values[0].type)
         for i, place in enumerate(emit_rows(builder, args[2], args[3], count)):
             for v in range(width):
-                emit_store(builder, emit_offset(builder, place, v, LANE_BYTES), values[i * width + v])
+                emit_store(builder, emit_offset(builder, place, v, size), values[i * width + v])
         return context.get_dummy_value()
 
     return types.void(block, rows, types.int64, types.int64), codegen

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,12 +17,11 @@ from ..problem import DTYPE_BYTES, Problem
 from ..winograd import Transform, error_bound, transform
 from . import winograd_kernels as kernels
 from .finish import Words
+from .low_precision import computed, memory_refusals, memory_token
 from .runtime import launch, numbering
 from .simd import LANE_BYTES, lanes
 
 __all__ = ["Winograd", "WinogradKnobs"]
-
-_DTYPES: dict[str, type] = {"f32": np.float32, "f64": np.float64}
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,10 @@ class Winograd(Engine):
     name = "cpu.winograd"
     takes_bias = True
     takes_finish = True
+    takes_low = True
 
     def refusals(self, problem: Problem, device: Device) -> Iterator[str]:
-        if set(problem.dtypes) not in ({"f32"}, {"f64"}):
-            yield f"dtypes are {', '.join(problem.dtypes)}; wanted f32 or f64 for all three"
+        yield from memory_refusals(problem)
         if problem.is_empty:
             yield "a tensor is empty; there are no tiles"
         if problem.rank > 2:
@@ -75,6 +73,7 @@ class Winograd(Engine):
             yield f"layouts of x and y are {problem.layouts[0]} and {problem.layouts[2]}; wanted the same"
 
     def traits(self, problem: Problem, knobs: WinogradKnobs) -> Traits:
+        problem = computed(problem)
         axes = _transforms(problem, knobs.m)
         terms = {"fprop": problem.c, "dgrad": problem.k}.get(problem.direction, 0) // problem.groups
         if problem.direction == "wgrad":
@@ -88,13 +87,13 @@ class Winograd(Engine):
         return _plan(problem, device, knobs).workspace
 
     def knobs(self, problem: Problem, device: Device) -> Iterable[WinogradKnobs]:
-        usual = _usual_m(problem)
+        problem, usual = computed(problem), _usual_m(problem)
         sizes = (2, 4, 6) if max(problem.filter) == 3 else (4,)
         return tuple(knobs for m in sorted(sizes, key=lambda m: m != usual) for knobs in _knobs(problem, device, m))
 
     def cost(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> float:
         # A margin of 25 us in favour of plain sums: what is over sooner is not worth other roundings.
-        return 37e-6 + _seconds(problem, device, knobs)
+        return 37e-6 + _seconds(computed(problem), device, knobs)
 
     def build(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> Runner:
         return _plan(problem, device, knobs).runner()
@@ -211,8 +210,8 @@ class _Shape:
 
     def __init__(self, problem: Problem, device: Device, knobs: WinogradKnobs) -> None:
         self.problem, self.knobs = problem, knobs
-        self.T = _DTYPES[problem.result_dtype]
-        self.size = DTYPE_BYTES[problem.result_dtype]
+        self.T, self.M = (memory_token(each.result_dtype) for each in (computed(problem), problem))
+        self.size, self.held = (DTYPE_BYTES[each.result_dtype] for each in (computed(problem), problem))
         self.L = lanes(self.T)
         self.line = self.L * self.size
         self.h, self.w = _axes(problem, knobs.m)
@@ -234,14 +233,14 @@ class _Shape:
             pitches = (h * w * channels, w * channels, channels, 1)
         else:
             pitches = (channels * h * w, w, 1, h * w)
-        n, row, pixel, channel = (pitch * self.size for pitch in pitches)
+        n, row, pixel, channel = (pitch * self.held for pitch in pitches)
         return n, row, pixel, channel
 
     def filters(self) -> tuple[int, int, int]:
         """Pitches of k, c and a tap."""
         c = self.problem.c // self.groups
         pitches = (c * self.taps, 1, c) if self.filters_last else (c * self.taps, self.taps, 1)
-        k, c, tap = (pitch * self.size for pitch in pitches)
+        k, c, tap = (pitch * self.held for pitch in pitches)
         return k, c, tap
 
     def common(self) -> dict[int, int]:
@@ -391,14 +390,14 @@ class _Forward:
         table = _table(self.words)
         finish = Words(problem)
         work = kernels.forward_kernel(
-            s.T, s.images_last, s.filters_last, s.images_last, turned, self.MR, NV, *axes, self.fly, finish.wanted
+            s.T, s.M, s.images_last, s.filters_last, s.images_last, turned, self.MR, NV, *axes, self.fly, finish.wanted
         )
-        filters = None if self.fly else kernels.filter_kernel(s.T, s.filters_last, turned, NV, *axes)
+        filters = None if self.fly else kernels.filter_kernel(s.T, s.M, s.filters_last, turned, NV, *axes)
         threads, groups, u_bytes, address = s.threads, s.groups, self.u_bytes, table.data_ptr()
         src_g = s.c * self.words[kernels.SRC_C]
         dst_g = s.k * self.words[kernels.DST_C]
         w_g = (problem.k // groups) * s.filters()[0]
-        bias_g = s.k * s.size
+        bias_g = s.k * s.held
         key = (Winograd.name, s.points, s.h.m, s.w.m, problem.w_shape, problem.layouts[1], groups)
 
         number, shares = numbering(threads), [0] * threads  # a counter for each thread's share of the tasks
@@ -528,7 +527,7 @@ class _Gradient:
     def runner(self) -> Runner:
         s = self.shape
         axes = (s.h.m, s.h.taps, s.w.m, s.w.taps)
-        work = kernels.gradient_kernel(s.T, s.images_last, s.filters_last, self.MR, NV_GRADIENT, *axes)
+        work = kernels.gradient_kernel(s.T, s.M, s.images_last, s.filters_last, self.MR, NV_GRADIENT, *axes)
         tables = tuple(_table(words) for words in self.tables)
         addresses = tuple(table.data_ptr() for table in tables)
         channel = self.tables[0][kernels.SRC_C], self.tables[1][kernels.SRC_C]

@@ -13,6 +13,9 @@ The points of a transform are numbered xi = 0 .. t*t-1, row by row. In memory:
 
 A product holds MR rows by NV vectors in registers over all of its depth, which is in one order whatever the batch and
 the number of threads are.
+
+T is what is computed with, M what the tensors hold: f16 and bf16 are widened where they are read, and results rounded
+where they are stored.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from .simd import (
     argument,
     emit_fma,
     emit_load,
+    emit_narrow,
     emit_offset,
     emit_store,
     fill,
@@ -44,6 +48,8 @@ from .simd import (
     load_block_clipped,
     load_clipped,
     load_rows,
+    memory_of,
+    narrow,
     next_of_share,
     prefetch,
     store,
@@ -109,45 +115,52 @@ def _matrix(which: int, m: int, r: int) -> Matrix:
 
 
 @intrinsic(prefer_literal=True)
-def nested(typingctx, dtype, which, mh, rh, mw, rw, source, row, column, target, to_row, to_column, bias):
-    """nested(T, which, mh, rh, mw, rw, source, row, column, target, to_row, to_column, bias): a transform of both axes.
+def nested(
+    typingctx, from_held, to_held, which, mh, rh, mw, rw, source, row, column, target, to_row, to_column, bias
+):  # fmt: skip
+    """nested(S, D, which, mh, rh, mw, rw, source, row, column, target, to_row, to_column, bias): of both axes.
 
-    which = BT, G or AT of F(mh, rh) down the columns and of F(mw, rw) along the rows; vectors lie `row` and `column`
-    bytes apart, and `to_row` and `to_column` where they go. The vector `bias` is added to AT's.
+    which = BT, G or AT of F(mh, rh) down the columns and of F(mw, rw) along the rows; vectors of S lie `row` and
+    `column` bytes apart, and `to_row` and `to_column` where they go, as vectors of D. The vector `bias` is added to
+    AT's.
     """
-    vector = vector_of(dtype)
+    vector = vector_of(from_held)
     sizes = (which, mh, rh, mw, rw)
-    if vector is None or not all(isinstance(size, types.IntegerLiteral) for size in sizes) or bias != vector:
+    if vector is None or not vector == vector_of(to_held) == bias:
+        return None
+    if not all(isinstance(size, types.IntegerLiteral) for size in sizes):
         return None
     kind_, mh_, rh_, mw_, rw_ = (size.literal_value for size in sizes)
     down, along = _matrix(kind_, mh_, rh_), _matrix(kind_, mw_, rw_)
 
     def codegen(context, builder, signature, args):
-        source_, row_, column_, target_, to_row_, to_column_, bias_ = args[6:]
-        kind = context.get_value_type(vector)
+        source_, row_, column_, target_, to_row_, to_column_, bias_ = args[7:]
+        kind, read, written = context.get_value_type(vector), memory_of(from_held), memory_of(to_held)
         columns = []
         for j in range(len(along[0])):
             first = emit_offset(builder, source_, j, column_)
             places = [emit_offset(builder, first, i, row_) for i in range(len(down[0]))]
-            columns.append(_emit_program(builder, down, [emit_load(builder, kind, place) for place in places]))
+            columns.append(_emit_program(builder, down, [emit_load(builder, kind, place, read) for place in places]))
         for i in range(len(down)):
             made = _emit_program(builder, along, [column[i] for column in columns])
             first = emit_offset(builder, target_, i, to_row_)
             for j, value in enumerate(made):
                 if kind_ == AT:
                     value = builder.fadd(value, bias_)
+                if written is not None:
+                    value = emit_narrow(builder, value, written)
                 emit_store(builder, emit_offset(builder, first, j, to_column_), value)
         return context.get_dummy_value()
 
-    return types.void(dtype, *sizes, *[types.int64] * 6, bias), codegen
+    return types.void(from_held, to_held, *sizes, *[types.int64] * 6, bias), codegen
 
 
 # ---- squares of channels and what lies side by side in memory ------------------------------------------------
 
 
 @functools.cache
-def _gather(T: type) -> Any:
-    L, SIZE, LB = lanes(T), np.dtype(T).itemsize, LANE_BYTES
+def _gather(T: type, M: type) -> Any:
+    L, HELD, LB = lanes(T), np.dtype(M).itemsize, LANE_BYTES
 
     @inline
     def gather(source, pitch, rows, count, target):
@@ -157,12 +170,12 @@ def _gather(T: type) -> Any:
             i = 0
             while i < count:
                 at = min(i, count - L)
-                store_block(transpose(load_block(T, L, source + at * SIZE, pitch)), target + at * LB, LB)
+                store_block(transpose(load_block(M, L, source + at * HELD, pitch)), target + at * LB, LB)
                 i += L
         else:
             i = 0
             while i < count:
-                part = load_block_clipped(T, L, source + i * SIZE, pitch, rows, count - i)
+                part = load_block_clipped(M, L, source + i * HELD, pitch, rows, count - i)
                 store_block(transpose(part), target + i * LB, LB)
                 i += L
 
@@ -170,9 +183,9 @@ def _gather(T: type) -> Any:
 
 
 @functools.cache
-def _scatter(T: type, FINISH: bool) -> Any:
-    L, SIZE, LB = lanes(T), np.dtype(T).itemsize, LANE_BYTES
-    finish = finish_square(T)
+def _scatter(T: type, M: type, FINISH: bool) -> Any:
+    L, HELD, LB = lanes(T), np.dtype(M).itemsize, LANE_BYTES
+    finish = finish_square(T, M)
 
     @inline
     def scatter(source, count, target, pitch, rows, more, limits):
@@ -183,16 +196,16 @@ def _scatter(T: type, FINISH: bool) -> Any:
                 at = min(i, count - L)
                 square = transpose(load_block(T, L, source + at * LB, LB))
                 if FINISH:
-                    square = finish(square, target + at * SIZE, pitch, more, limits, L, L)
-                store_block(square, target + at * SIZE, pitch)
+                    square = finish(square, target + at * HELD, pitch, more, limits, L, L)
+                store_block(narrow(M, square), target + at * HELD, pitch)
                 i += L
         else:
             i = 0
             while i < count:
                 square = transpose(load_block(T, L, source + i * LB, LB))
                 if FINISH:
-                    square = finish(square, target + i * SIZE, pitch, more, limits, rows, count - i)
-                store_block_clipped(square, target + i * SIZE, pitch, rows, count - i)
+                    square = finish(square, target + i * HELD, pitch, more, limits, rows, count - i)
+                store_block_clipped(narrow(M, square), target + i * HELD, pitch, rows, count - i)
                 i += L
 
     return scatter
@@ -202,12 +215,15 @@ def _scatter(T: type, FINISH: bool) -> Any:
 
 
 @functools.cache
-def _image_transform(T: type, last: bool, which: int, mh: int, rh: int, mw: int, rw: int, sh: int, sw: int) -> Any:
+def _image_transform(
+    T: type, M: type, last: bool, which: int, mh: int, rh: int, mw: int, rw: int, sh: int, sw: int
+) -> Any:  # fmt: skip
     """Transform tiles of an image, which lie sh and sw pixels apart; `last`: channels are side by side in memory."""
-    L, SIZE, LB = lanes(T), np.dtype(T).itemsize, LANE_BYTES
+    L, HELD, LB = lanes(T), np.dtype(M).itemsize, LANE_BYTES
+    V, LOW = L * HELD, M is not T
     EH, EW = len(_matrix(which, mh, rh)[0]), len(_matrix(which, mw, rw)[0])
     TW = len(_matrix(which, mw, rw))
-    gather = _gather(T)
+    gather = _gather(T, M)
 
     @inline
     def strips(table, source, target, scratch, base, first, end, v0, v1):
@@ -238,7 +254,7 @@ def _image_transform(T: type, last: bool, which: int, mh: int, rh: int, mw: int,
                     else:
                         for j in range(low):
                             store(line + j * LB, none)
-                        gather(image + h * pitch + (left + low) * SIZE, plane, channels - v * L, high_w - low,
+                        gather(image + h * pitch + (left + low) * HELD, plane, channels - v * L, high_w - low,
                                line + low * LB)  # fmt: skip
                         for j in range(high_w, wide):
                             store(line + j * LB, none)
@@ -247,7 +263,8 @@ def _image_transform(T: type, last: bool, which: int, mh: int, rh: int, mw: int,
                 for y in range(rows):
                     for x in range(cols):
                         pixel = scratch + (y * sh * wide + x * sw) * LB
-                        nested(T, which, mh, rh, mw, rw, pixel, wide * LB, LB, to + at * step, TW * point, point, none)
+                        nested(T, T, which, mh, rh, mw, rw, pixel, wide * LB, LB, to + at * step, TW * point, point,
+                               none)  # fmt: skip
                         at += 1
                         if at == grouped:
                             at, to = 0, to + group
@@ -269,8 +286,9 @@ def _image_transform(T: type, last: bool, which: int, mh: int, rh: int, mw: int,
             left = rest % tiles_x * sw + word(table, ORIGIN_W)
             image = source + n * word(table, SRC_N)
             inside = top >= 0 and left >= 0 and top + EH <= height and left + EW <= width
-            if inside and v1 * L <= channels:
-                pixel, by_row, by_column = image + top * row + left * column + v0 * LB, row, column
+            in_place = inside and v1 * L <= channels
+            if in_place:
+                pixel, by_row, by_column = image + top * row + left * column + v0 * V, row, column
             else:
                 pixel, by_row, by_column = scratch, EW * pitch, pitch
                 for i in range(EH):
@@ -283,15 +301,19 @@ def _image_transform(T: type, last: bool, which: int, mh: int, rh: int, mw: int,
                             line = image + h * row + w * column
                             for v in range(v0, v1):
                                 if (v + 1) * L <= channels:
-                                    store(to + (v - v0) * LB, load(T, line + v * LB))
+                                    store(to + (v - v0) * LB, load(M, line + v * V))
                                 else:
-                                    store(to + (v - v0) * LB, load_clipped(T, line, v * L, channels))
+                                    store(to + (v - v0) * LB, load_clipped(M, line, v * L, channels))
             to = target + (tile - base) // grouped * group + (tile - base) % grouped * step
             to += v0 // together * vector
             at = v0 % together
             for _ in range(v1 - v0):
-                nested(T, which, mh, rh, mw, rw, pixel, by_row, by_column, to + at * LB, TW * point, point, none)
-                pixel += LB
+                if LOW and in_place:
+                    nested(M, T, which, mh, rh, mw, rw, pixel, row, column, to + at * LB, TW * point, point, none)
+                    pixel += V
+                else:
+                    nested(T, T, which, mh, rh, mw, rw, pixel, by_row, by_column, to + at * LB, TW * point, point, none)
+                    pixel += LB
                 at += 1
                 if at == together:
                     at, to = 0, to + vector
@@ -304,14 +326,14 @@ def _image_transform(T: type, last: bool, which: int, mh: int, rh: int, mw: int,
 
 @functools.cache
 def _filter_transform(
-    T: type, last: bool, turned: bool, NV: int, mh: int, rh: int, mw: int, rw: int
+    T: type, M: type, last: bool, turned: bool, NV: int, mh: int, rh: int, mw: int, rw: int
 ) -> Any:  # fmt: skip
     """Transform a block of W filters for some of their channels; `turned`: by half a turn, lanes are C, not K."""
     L, LB = lanes(T), LANE_BYTES
     R, S = rh, rw
     TAPS, TH, TW = rh * rw, mh + rh - 1, mw + rw - 1
     W = NV * L
-    gather = _gather(T)
+    gather = _gather(T, M)
 
     @inline
     def filters(table, source, target, scratch, block, c0, c1):
@@ -338,7 +360,7 @@ def _filter_transform(
                 if turned and last:
                     for i in range(count):
                         for j in range(TAPS):
-                            value = load_clipped(T, from_ + i * inner + j * tap, 0, rows)
+                            value = load_clipped(M, from_ + i * inner + j * tap, 0, rows)
                             store(scratch + (i * TAPS + j) * LB, value)
                 elif turned:
                     for i in range(count):
@@ -354,7 +376,7 @@ def _filter_transform(
                     at, row, column = scratch + i * by_channel, S * by_tap, by_tap
                     if turned:
                         at, row, column = at + (TAPS - 1) * by_tap, -row, -column
-                    nested(T, G, mh, R, mw, S, at, row, column, to, TW * point, point, none)
+                    nested(T, T, G, mh, R, mw, S, at, row, column, to, TW * point, point, none)
             c += count
 
     return filters
@@ -362,10 +384,10 @@ def _filter_transform(
 
 @functools.cache
 def filter_kernel(
-    T: type, last: bool, turned: bool, NV: int, mh: int, rh: int, mw: int, rw: int
+    T: type, M: type, last: bool, turned: bool, NV: int, mh: int, rh: int, mw: int, rw: int
 ) -> Kernel:  # fmt: skip
     """Transform all filters. Arguments: table, filters, target, scratch."""
-    filters = _filter_transform(T, last, turned, NV, mh, rh, mw, rw)
+    filters = _filter_transform(T, M, last, turned, NV, mh, rh, mw, rw)
     L = lanes(T)
 
     @kernel
@@ -422,11 +444,11 @@ def _products(T: type, MR: int, NV: int) -> Any:
 
 
 @functools.cache
-def _results(T: type, last: bool, NV: int, mh: int, rh: int, mw: int, rw: int, FINISH: bool) -> Any:
+def _results(T: type, M: type, last: bool, NV: int, mh: int, rh: int, mw: int, rw: int, FINISH: bool) -> Any:
     """Results of tiles of a block of W filters from their products."""
-    L, SIZE, LB = lanes(T), np.dtype(T).itemsize, LANE_BYTES
+    L, HELD, LB = lanes(T), np.dtype(M).itemsize, LANE_BYTES
     TW, W = mw + rw - 1, NV * L
-    scatter, finish = _scatter(T, FINISH), finish_row(T)
+    scatter, finish = _scatter(T, M, FINISH), finish_row(T, M)
 
     @inline
     def strips(table, m, y, bias, scratch, block, first, end, more, limits):
@@ -444,12 +466,12 @@ def _results(T: type, last: bool, NV: int, mh: int, rh: int, mw: int, rw: int, F
                 if k < outs:
                     extra = zero(T)
                     if bias != 0:
-                        extra = load_clipped(T, bias, k, outs)
+                        extra = load_clipped(M, bias, k, outs)
                     for x in range(cols):
                         from_ = m + ((tile - first + x) * NV + v) * LB
-                        nested(T, AT, mh, rh, mw, rw, from_, TW * point, point, scratch + x * mw * LB, wide * LB, LB,
-                               extra)  # fmt: skip
-                    image = y + n * word(table, DST_N) + k * plane + tx * mw * SIZE
+                        nested(T, T, AT, mh, rh, mw, rw, from_, TW * point, point, scratch + x * mw * LB, wide * LB,
+                               LB, extra)  # fmt: skip
+                    image = y + n * word(table, DST_N) + k * plane + tx * mw * HELD
                     for i in range(min(mh, height - ty * mh)):
                         count = min(wide, width - tx * mw)
                         scatter(scratch + i * wide * LB, count, image + (ty * mh + i) * pitch, plane, outs - k, more,
@@ -471,28 +493,28 @@ def _results(T: type, last: bool, NV: int, mh: int, rh: int, mw: int, rw: int, F
                 if k < outs:
                     extra = zero(T)
                     if bias != 0:
-                        extra = load_clipped(T, bias, k, outs)
+                        extra = load_clipped(M, bias, k, outs)
                     from_ = m + ((tile - first) * NV + v) * LB
                     if not FINISH and high == mh and wide == mw and k + L <= outs:
-                        nested(T, AT, mh, rh, mw, rw, from_, TW * point, point, pixel + k * SIZE, row, column, extra)
+                        nested(T, M, AT, mh, rh, mw, rw, from_, TW * point, point, pixel + k * HELD, row, column, extra)
                     else:
-                        nested(T, AT, mh, rh, mw, rw, from_, TW * point, point, scratch, mw * LB, LB, extra)
+                        nested(T, T, AT, mh, rh, mw, rw, from_, TW * point, point, scratch, mw * LB, LB, extra)
                         for i in range(high):
                             for j in range(wide):
                                 value, to = load(T, scratch + (i * mw + j) * LB), pixel + i * row + j * column
                                 if FINISH:
                                     value = finish(value, to, k, outs, more, limits)
                                 if k + L <= outs:
-                                    store(to + k * SIZE, value)
+                                    store(to + k * HELD, narrow(M, value))
                                 else:
-                                    store_clipped(to, k, outs, value)
+                                    store_clipped(to, k, outs, narrow(M, value))
 
     return tiles if last else strips
 
 
 @functools.cache
 def forward_kernel(
-    T: type, src_last: bool, w_last: bool, dst_last: bool, turned: bool, MR: int, NV: int,
+    T: type, M: type, src_last: bool, w_last: bool, dst_last: bool, turned: bool, MR: int, NV: int,
     mh: int, rh: int, mw: int, rw: int, fly: bool, FINISH: bool,
 ) -> Kernel:  # fmt: skip
     """All of fprop or dgrad but the filters' transform. A task has some groups of tiles and a range of filters.
@@ -501,9 +523,9 @@ def forward_kernel(
     thread; in place of U the filters themselves, where they are transformed on the `fly`. Images are transformed by
     each thread that needs them: to fetch what another core has written takes longer.
     """
-    images = _image_transform(T, src_last, BT, mh, rh, mw, rw, mh, mw)
-    filters = _filter_transform(T, w_last, turned, NV, mh, rh, mw, rw)
-    products, results = _products(T, MR, NV), _results(T, dst_last, NV, mh, rh, mw, rw, FINISH)
+    images = _image_transform(T, M, src_last, BT, mh, rh, mw, rw, mh, mw)
+    filters = _filter_transform(T, M, w_last, turned, NV, mh, rh, mw, rw)
+    products, results = _products(T, MR, NV), _results(T, M, dst_last, NV, mh, rh, mw, rw, FINISH)
     L, LB = lanes(T), LANE_BYTES
     POINTS = (mh + rh - 1) * (mw + rw - 1)
 
@@ -560,7 +582,7 @@ def forward_kernel(
 
 @functools.cache
 def gradient_kernel(
-    T: type, images_last: bool, last: bool, MR: int, NV: int, mh: int, rh: int, mw: int, rw: int
+    T: type, M: type, images_last: bool, last: bool, MR: int, NV: int, mh: int, rh: int, mw: int, rw: int
 ) -> Kernel:  # fmt: skip
     """All of wgrad. A task has a range of channels and one of filters, of which it transforms x and dy, run by run of
     tiles, and adds up the products; no two tasks add to the same number, and the order is that of the tiles.
@@ -568,12 +590,12 @@ def gradient_kernel(
     Arguments: the tables of x, dy and of the products, x, dy, dw, sums that outlast a run, scratch. F(rh, mh) has rh
     results of mh taps.
     """
-    images = _image_transform(T, images_last, BT, rh, mh, rw, mw, mh, mw)
-    others = _image_transform(T, images_last, G, rh, mh, rw, mw, mh, mw)
+    images = _image_transform(T, M, images_last, BT, rh, mh, rw, mw, mh, mw)
+    others = _image_transform(T, M, images_last, G, rh, mh, rw, mw, mh, mw)
     L, SIZE, LB = lanes(T), np.dtype(T).itemsize, LANE_BYTES
     TH, TW, TAPS = mh + rh - 1, mw + rw - 1, rh * rw
     POINTS, COUNT, HALVES, VB = TH * TW, MR * NV, lanes(T) // MR, NV * LANE_BYTES
-    scatter = _scatter(T, False)
+    scatter = _scatter(T, M, False)
 
     @inline
     def sums_of(a, b, tiles, sums):
@@ -599,7 +621,7 @@ def gradient_kernel(
                     by_channel, by_tap = LB, count * LB
                 for i in range(count):
                     from_ = d + (c - c0 + i) * row + (kv - k0 * NV) * LB
-                    nested(T, AT, rh, mh, rw, mw, from_, TW * point, point, scratch + i * by_channel, rw * by_tap,
+                    nested(T, T, AT, rh, mh, rw, mw, from_, TW * point, point, scratch + i * by_channel, rw * by_tap,
                            by_tap, none)  # fmt: skip
                 to = dw + k * lane + c * inner
                 if last:
