@@ -99,6 +99,19 @@ def test_every_peer_that_takes_a_problem_computes_it(text):
         check(peer, problem, sets)
 
 
+@pytest.mark.parametrize("text", ["fprop n2 c6 h9 w11 k8 r3 s3 pad1", "wgrad n2 c6 h9 w11 k8 r3 s3 pad1:0,1"])
+@torch.no_grad()
+def test_low_precision_is_compared_with_f32_where_that_is_asked_for(text):
+    peer = peer_named("in_f32")
+    assert "f16 and bf16" in (peer.refusal(Problem.parse(text), CPU) or "")
+    for dtype in ("bf16", "f16"):
+        problem = Problem.parse(f"{text} {dtype}")
+        assert peer not in default_peers(problem, CPU)
+        check(peer, problem, [random_inputs(problem, seed) for seed in range(2)])
+        (call,) = peer.prepare(problem, [random_inputs(problem)]).calls
+        assert getattr(call(), "dtype", None) is torch.float32
+
+
 @pytest.mark.parametrize("epilogue", TAILS + OTHER_EPILOGUES)
 @pytest.mark.parametrize("direction", ["fprop", "dgrad"])
 @torch.no_grad()

@@ -18,15 +18,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import functional
 from ..device import Device
 from ..engine import Traits, UnsupportedProblem
-from ..plan import device_of, lower, plan_for
+from ..plan import device_of, lower
 from ..problem import Problem
 from ..reference import Inputs, Reference, allowed_error, random_inputs
-from ..select import Candidate, Policy, current_policy, rank, under
-from ..torch_ops import problem_of
+from ..select import Candidate, Policy, current_policy, rank
 from ..units import bytes_text, seconds_text
+from .calls import call_of
 from .ceilings import ceilings, rate_name, roofline_floor
 from .peers import NotTaken, Peer, default_peers, peer_named
 from .results import CALLED_ONCE, Record, environment
@@ -80,24 +79,7 @@ class _Contestant:
     plain_sum: bool = True
 
     def call(self, problem: Problem, inputs: Inputs, device: Device) -> Callable[[], Tensor]:
-        """What a user would call: the function for a plain forward pass, the plan itself for everything else, and where
-        the function would see another problem, as in an nhwc image of one channel, which is nchw as well."""
-        a, b = inputs.a, inputs.b
-        symmetric = all(low == high for low, high in problem.padding)
-        if problem.direction == "fprop" and symmetric and problem.epilogue.is_identity and _seen(a, b, problem):
-            function = (functional.conv1d, functional.conv2d, functional.conv3d)[problem.rank - 1]
-            padding = tuple(low for low, _ in problem.padding)
-            call = partial(function, a, b, None, problem.stride, padding, problem.dilation, problem.groups)
-            return under(self.policy, call) if self.policy else call
-        return partial(plan_for(problem, device, self.policy or current_policy()), a, b, inputs.operands)
-
-
-def _seen(a: Tensor, b: Tensor, problem: Problem) -> bool:
-    """Whether tensors and numbers alone lead to this problem."""
-    return problem == problem_of(
-        problem.direction, a, b, size=problem.spatial, filter=problem.filter, stride=problem.stride,
-        padding=[v for pair in problem.padding for v in pair], dilation=problem.dilation, groups=problem.groups,
-    )  # fmt: skip
+        return call_of(problem, inputs, device, self.policy)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ torch_compile            torch.compile of the same
 cudnn                    the cuDNN frontend: the fastest of all plans, epilogue in the graph
 opencv, opencv_sep       cv2.filter2D, cv2.sepFilter2D
 scipy                    scipy.ndimage and scipy.signal
+in_f32                   openconv for the same problem in f32; takes part where it is named
 =======================  ==========================================================================================
 """
 
@@ -20,11 +21,13 @@ from ...problem import Problem
 from .base import NotTaken, Peer, Prepared
 from .cudnn import CuDNN
 from .images import OpenCV, OpenCVSeparable, SciPy
+from .own import InF32
 from .torch import Torch, TorchChannelsLast, TorchCompile, TorchFused, TorchNCHW
 
 __all__ = [
     "PEERS",
     "CuDNN",
+    "InF32",
     "NotTaken",
     "OpenCV",
     "OpenCVSeparable",
@@ -42,7 +45,7 @@ __all__ = [
 
 PEERS: tuple[Peer, ...] = (
     Torch(), TorchNCHW(), TorchChannelsLast(), TorchFused(), TorchCompile(), CuDNN(), OpenCV(), OpenCVSeparable(),
-    SciPy(),
+    SciPy(), InF32(),
 )  # fmt: skip
 
 
@@ -55,11 +58,12 @@ def peer_named(name: str) -> Peer:
 
 
 def default_peers(problem: Problem, device: torch.device) -> tuple[Peer, ...]:
-    """All peers that take the problem, except torch_compile where there is nothing to fuse: it would run torch's own
-    kernel, and compiling thousands of plain convolutions takes hours."""
+    """All usual peers that take the problem, except torch_compile where there is nothing to fuse: it would run torch's
+    own kernel, and compiling thousands of plain convolutions takes hours."""
     if problem.is_fused:  # none computes a prologue, or several results
         return ()
     plain = problem.epilogue.is_identity
     return tuple(
-        peer for peer in PEERS if not (plain and isinstance(peer, TorchCompile)) and not peer.refusal(problem, device)
-    )
+        peer for peer in PEERS
+        if peer.usual and not (plain and isinstance(peer, TorchCompile)) and not peer.refusal(problem, device)
+    )  # fmt: skip

@@ -46,6 +46,8 @@ class Peer(ABC):
 
     name: ClassVar[str]
     """How it is recorded; no dot in it, which marks openconv's own engines."""
+    usual: ClassVar[bool] = True
+    """Whether it takes part unless others are named."""
 
     @abstractmethod
     def refusal(self, problem: Problem, device: torch.device) -> str | None:
