@@ -186,7 +186,7 @@ def test_what_an_engine_finishes_it_rounds_once(engine, layer, dtype):
     policy, given = Policy(engine=engine), inputs(problem)
     plan = make_plan(problem, TWO, policy)
     assert len(plan.steps) == 1
-    assert torch.equal(plan(*given, operands), expected(problem, TWO, policy, given, operands))
+    assert torch.equal(plan(given[0], given[1], operands), expected(problem, TWO, policy, given, operands))
 
 
 def test_sums_of_many_terms_are_no_ones_to_keep_in_bf16():

@@ -132,7 +132,7 @@ def test_the_claimed_error_holds_and_is_not_loose(direction, m):
     "text, dtype, words",
     [
         ("n1 c4 h5 w5 k4 r3 s3", "i32", ["i32"]),
-        ("n1 c4 h5 w5 k4 r3 s3", "f16", ["f16"]),
+        ("n1 c4 h5 w5 k4 r3 s3", "f16*f16>f32", ["f16, f16, f32"]),
         ("n1 c4 h5 w5 k4 r3 s3 stride2", "f32", ["stride is (2, 2)"]),
         ("n1 c4 h5 w5 k4 r3 s3 dil2", "f32", ["dilation is (2, 2)"]),
         ("n1 c4 h5 w5 k4 r1 s1", "f32", ["filter is (1, 1)"]),
