@@ -149,7 +149,8 @@ class Engine(ABC):
     """Whether the runner adds a residual and limits the result as it stores it (:class:`~openconv.epilogue.Finish`)."""
     takes_low: ClassVar[bool] = False
     """Whether the runner of a CPU's engine reads and writes f16 and bf16 by itself, computing in f32: its refusals,
-    workspace and build then take problems of these dtypes, with the knobs and the workspace of the same one in f32."""
+    workspace and build then take problems of these dtypes, with the knobs of the same one in f32. It may need more
+    workspace than there, which no policy limits, as it limits no casts."""
     takes_epilogue: ClassVar[bool] = False
     """Whether the runner computes any epilogue of a floating-point problem itself."""
     takes_fusion: ClassVar[bool] = False
