@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -364,6 +365,22 @@ def test_the_time_given_ends_it(monkeypatch):
     assert clock.now < 22
     one_each = settle([clock.run(50.0), clock.run(60.0)], 20)
     assert [len(s) for s in one_each.samples] == [1, 1]
+
+
+def test_a_cpu_s_caches_are_taken_by_others_before_all_but_tiny_runs(monkeypatch):
+    clock, log = Clock(monkeypatch), []
+    others = SimpleNamespace(sum=lambda: log.append("others"))
+
+    def sampler(took: float) -> Callable[[], float]:
+        run = clock.run(took)
+        return autotune._CpuSampler(lambda: log.append(str(run())), others)  # type: ignore[arg-type]
+
+    long, tiny = sampler(1e-3), sampler(25e-6)
+    assert [long(), long()] == pytest.approx([1e-3, 1e-3])
+    assert log == ["others", "0.001"] * 2
+    log.clear()
+    assert [tiny(), tiny()] == pytest.approx([25e-6, 25e-6])
+    assert log == ["others", *["2.5e-05"] * (1 + 12)]
 
 
 def test_an_entry_holds_what_was_measured_fastest_first():
