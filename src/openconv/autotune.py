@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .bench.timing import CudaSampler, Timing, cuda_queue
+from .bench.timing import TINY, CudaSampler, Timing, cuda_queue
 from .cuda.device import CudaDevice
 from .device import Device
 from .plan import Plan, lower, make_plan, plan_for
@@ -36,8 +36,6 @@ __all__ = ["MOST", "measure_and_keep", "measure_candidates", "settle", "shortlis
 
 _TIE = 0.02
 """Candidates this close are equal for all purposes."""
-_TINY = 50e-6
-"""Seconds of a run that is repeated to be timed, as :func:`~openconv.bench.timing.race` has it."""
 _QUICK = 5e-3
 """Seconds of a run so short that a few more of them are always affordable."""
 
@@ -170,7 +168,7 @@ class _CpuSampler:
             kept = self._call()
         took = (time.perf_counter() - start) / self._repeats
         del kept
-        self._repeats = int(300e-6 / max(took, 1e-6)) if took < _TINY else 1
+        self._repeats = int(300e-6 / max(took, 1e-6)) if took < TINY else 1
         return took
 
 

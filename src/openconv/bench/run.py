@@ -29,7 +29,7 @@ from .calls import call_of
 from .ceilings import ceilings, rate_name, roofline_floor
 from .peers import NotTaken, Peer, default_peers, peer_named
 from .results import CALLED_ONCE, Record, environment
-from .timing import Timing, overhead, race, race_cuda
+from .timing import TINY, Timing, overhead, race, race_cuda
 
 __all__ = ["CHOSEN", "DISTURBED", "Limits", "Skipped", "Verified", "Verifier", "measure", "verify"]
 
@@ -355,7 +355,7 @@ def _race(calls: _Calls, place: torch.device, limits: Limits) -> tuple[dict[str,
         else:
             timings = race([those[0] for those in calls.values()], budget=budget)
         disturbed = (_taken_away() - before) / (time.perf_counter() - begun)
-        if min(timing.median for timing in timings) < _TINY:
+        if min(timing.median for timing in timings) < TINY:
             disturbed = 0.0  # threads that wake up for each call push each other aside by themselves
         if disturbed <= DISTURBED:
             break
@@ -365,7 +365,6 @@ def _race(calls: _Calls, place: torch.device, limits: Limits) -> tuple[dict[str,
 DISTURBED = 100.0
 """Times a second that a core is taken away, beyond which times are those of a busy machine: on two cores 30 to 45 were
 seen when it was quiet, and over 200 beside one busy program."""
-_TINY = 50e-6
 
 
 def _taken_away() -> int:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CudaSampler", "Queue", "Timing", "cuda_queue", "overhead", "race", "race_cuda"]
+__all__ = ["TINY", "CudaSampler", "Queue", "Timing", "cuda_queue", "overhead", "race", "race_cuda"]
 
 _Call = Callable[[], object]
 
@@ -60,6 +60,8 @@ def _warmed(call: _Call, count: int) -> float:
 
 # -- on the CPU ---------------------------------------------------------------------------------------------------
 
+TINY = 50e-6
+"""Seconds of a call below which it is repeated to be timed."""
 _PAUSE = 3e-3  # OpenMP's threads spin for about a millisecond before they sleep
 
 
@@ -76,7 +78,7 @@ def race(
     first. The result of a call is kept until its time is taken and dropped before the next call starts.
     """
     once = [_warmed(call, warm_up + 1) for call in calls]
-    tiny = min(once) < 50e-6
+    tiny = min(once) < TINY
     repeats = [max(1, int(500e-6 / max(took, 1e-6))) if tiny else 1 for took in once]
     least = min(least, _LONG_ROUNDS) if max(once) > _LONG else least
     samples: list[list[float]] = [[] for _ in calls]
